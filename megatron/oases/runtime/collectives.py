@@ -1,0 +1,50 @@
+"""Asynchronous collectives of one tensor-parallel group.
+
+The handle owns its tensor while the collective is in flight: nobody else may hold a gradient that is being reduced.
+With NCCL `wait` makes the current stream wait and returns at once; with gloo it blocks the host.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A collective that was started. `work` is None where there was nothing to do."""
+
+    tensor: torch.Tensor
+    work: dist.Work | None
+
+    def is_completed(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        """Returns the reduced tensor, valid for what is issued next on the current stream."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+class Collectives:
+    """Starts the collectives of a schedule, in the order in which they are asked for.
+
+    Args:
+        group: the tensor-parallel process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self.size = group.size()
+
+    @property
+    def host_sees_completion(self) -> bool:
+        """Whether the host can tell that a collective has ended, so that it may choose what to do meanwhile."""
+        return dist.get_backend(self._group) == dist.Backend.GLOO
+
+    def all_reduce(self, tensor: torch.Tensor) -> InFlight:
+        """Starts summing `tensor` (contiguous, any shape) in place over the group."""
+        if self.size == 1:
+            return InFlight(tensor, None)
+        return InFlight(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))

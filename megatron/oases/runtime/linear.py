@@ -1,0 +1,146 @@
+"""Parallel linears under a schedule: no collective of their own, and the weight gradient apart from the input gradient.
+
+torch's autograd computes both gradients of a linear at once. A schedule wants the input gradient at once, since the
+next collective waits for it, and the weight gradient whenever there is nothing more urgent to do.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class LinearGradient:
+    """What is needed to add one linear's weight gradient (and bias gradient) later.
+
+    Shapes: weight [out, in], input [..., in], grad_output [..., out].
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    input: Tensor
+    grad_output: Tensor
+
+    def accumulate(self) -> None:
+        grad_output = self.grad_output.flatten(0, -2)
+        if self.weight.requires_grad:
+            _accumulate_matmul(self.weight, grad_output, self.input.flatten(0, -2))
+        if self.bias is not None:
+            accumulate_gradient(self.bias, grad_output.sum(0))
+
+
+@dataclass(slots=True)
+class BiasGradient:
+    """The gradient of a bias that is added after the collective: grad_output [..., out] summed to [out]."""
+
+    bias: torch.nn.Parameter
+    grad_output: Tensor
+
+    def accumulate(self) -> None:
+        accumulate_gradient(self.bias, self.grad_output.flatten(0, -2).sum(0))
+
+
+DeferredGradients = list[LinearGradient | BiasGradient]
+
+
+class LinearScheduling:
+    """Shared by the parallel linears of one block: whether a schedule runs them now, and how.
+
+    Outside `owned` the linears are vanilla Megatron.
+    """
+
+    def __init__(self):
+        self.active = False
+        self._deferred: DeferredGradients | None = None
+        self._leave_out_row_parallel = False
+
+    @contextmanager
+    def owned(
+        self, deferred: DeferredGradients | None = None, *, leave_out_row_parallel: bool = False
+    ) -> Iterator[None]:
+        """Runs the block's linears for a schedule.
+
+        Args:
+            deferred: receives, during backward, what the weight gradients need.
+            leave_out_row_parallel: skips the row-parallel GEMM. Its output is not needed for any gradient, so
+                recomputation can do without; what stands in for it has the right shape and no meaning.
+        """
+        assert not self.active
+        self.active, self._deferred, self._leave_out_row_parallel = True, deferred, leave_out_row_parallel
+        try:
+            yield
+        finally:
+            self.active, self._deferred, self._leave_out_row_parallel = False, None, False
+
+    def __call__(self, input_: Tensor, weight: Tensor, bias: Tensor | None, *, row_parallel: bool) -> Tensor:
+        """[..., in] → [..., out], this rank's shard, nothing reduced."""
+        assert self.active
+        if not torch.is_grad_enabled():
+            return torch.nn.functional.linear(input_, weight, bias)
+        leave_out = row_parallel and self._leave_out_row_parallel
+        return _Linear.apply(input_, _Parameters(weight, bias, self._deferred, leave_out))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Hides the parameters from autograd: with an edge to them, their hooks would fire before the gradient is there."""
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    deferred: DeferredGradients
+    leave_out_output: bool
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_: Tensor, parameters: _Parameters) -> Tensor:
+        ctx.save_for_backward(input_)
+        ctx.parameters = parameters
+        weight = parameters.weight
+        if parameters.leave_out_output:
+            return input_.new_zeros(()).expand(*input_.shape[:-1], weight.shape[0])
+        return torch.nn.functional.linear(input_, weight, parameters.bias)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        (input_,) = ctx.saved_tensors
+        parameters = ctx.parameters
+        parameters.deferred.append(LinearGradient(parameters.weight, parameters.bias, input_, grad_output))
+        return grad_output.matmul(parameters.weight), None
+
+
+def accumulate_gradient(parameter: torch.nn.Parameter, gradient: Tensor) -> None:
+    """Adds to the parameter's gradient as autograd does, so that Megatron's hooks on it fire."""
+    if parameter.requires_grad:
+        torch.autograd.backward((parameter,), (gradient,))
+
+
+def _accumulate_matmul(weight: torch.nn.Parameter, grad_output: Tensor, input_: Tensor) -> None:
+    """Adds grad_output.T @ input to the weight's gradient, in place where Megatron keeps one of the same dtype."""
+    main_grad = getattr(weight, "main_grad", None)
+    in_place = main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
+    if in_place and main_grad.dtype == grad_output.dtype:
+        main_grad.addmm_(grad_output.t(), input_)
+        weight.grad_added_to_main_grad = True
+        with torch.enable_grad():
+            announced = _GradientIsInPlace.apply(weight)
+        torch.autograd.backward((announced,))
+    else:
+        accumulate_gradient(weight, grad_output.t().matmul(input_))
+
+
+class _GradientIsInPlace(torch.autograd.Function):
+    """Fires the parameter's hooks with a stand-in gradient, as Megatron's fused weight gradient does."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return torch.empty_like(weight)
