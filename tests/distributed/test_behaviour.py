@@ -1,0 +1,206 @@
+"""What holds beside exactness: dropout, random order of arrival, replicated weights, collectives and gradient buffers."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.models import ModelCase, assert_close, batch, build, step
+from tests.distributed.test_exactness import FULL, SELECTIVE
+
+DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.2)
+
+
+def _scheduled(case: ModelCase, sub_batches: int = 2):
+    from megatron.oases.runtime import attach_schedule
+
+    model = build(case)
+    attach_schedule(model, sub_batches=sub_batches)
+    return model
+
+
+def _step_with_dropout(config: dict) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+    case = ModelCase(rope=True, config={**DROPOUT, **config})
+    model = _scheduled(case)
+    torch.manual_seed(3)
+    loss, gradients = step(model, batch(case))
+    return loss, gradients, torch.rand(4)
+
+
+def _recomputation_equals_none(rank: int):
+    without = _step_with_dropout({})
+    assert step(_scheduled(ModelCase(rope=True)), batch(ModelCase(rope=True)))[0] != without[0], "nothing was dropped"
+    for config in (FULL, SELECTIVE):
+        recomputed = _step_with_dropout(config)
+        assert recomputed[0] == without[0]
+        for name, gradient in without[1].items():
+            assert torch.equal(recomputed[1][name], gradient), name
+        assert torch.equal(recomputed[2], without[2]), "the random state after the step differs"
+
+
+def test_with_dropout_recomputation_equals_none_bit_for_bit(world2):
+    world2.run(_recomputation_equals_none)
+
+
+def _recorded_collectives(case: ModelCase, delayed: bool) -> tuple[list[tuple], dict[str, torch.Tensor]]:
+    """One step; the all-reduces that it started, and its gradients. Optionally this rank is slow, at random."""
+    from megatron.oases.runtime.collectives import Collectives
+
+    model, started = _scheduled(case), []
+    original = Collectives.all_reduce
+    pause = torch.Generator().manual_seed(dist.get_rank())
+
+    def all_reduce(self, tensor):
+        if delayed:
+            time.sleep(0.03 * torch.rand((), generator=pause).item())
+        started.append(tuple(tensor.shape))
+        return original(self, tensor)
+
+    Collectives.all_reduce = all_reduce
+    try:
+        _, gradients = step(model, batch(case))
+    finally:
+        Collectives.all_reduce = original
+    return started, gradients
+
+
+def _delayed(rank: int):
+    case = ModelCase(batch=5, config=FULL)
+    on_time, expected = _recorded_collectives(case, delayed=False)
+    late, gradients = _recorded_collectives(case, delayed=True)
+    assert late == on_time
+    for name, gradient in expected.items():
+        assert torch.equal(gradients[name], gradient), name
+    return late
+
+
+def test_a_slow_rank_changes_nothing_and_every_rank_starts_the_same_collectives(world2):
+    first, second = world2.run(_delayed)
+    assert first == second
+    assert {shape[1] for shape in first} == {2, 3}, "5 samples: sub-batches of 3 and 2"
+
+
+def _count(rank: int, config: dict) -> int:
+    return len(_recorded_collectives(ModelCase(config=config), delayed=False)[0])
+
+
+@pytest.mark.parametrize("config", [{}, FULL], ids=["none", "full"])
+def test_no_all_reduce_is_repeated_in_recomputation(world2, config):
+    assert world2.run(_count, config=config) == [3 * 2 * 2 * 2] * 2  # layers, blocks, sub-batches, passes
+
+
+def _twenty_steps(rank: int):
+    case = ModelCase(config={**FULL, **DROPOUT})
+    model = _scheduled(case)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for seed in range(20):
+        step(model, batch(case, seed=seed))
+        optimizer.step()
+    replicated = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not getattr(parameter, "tensor_model_parallel", False)
+    }
+    assert len(replicated) > 3 * 4
+    for name, parameter in replicated.items():
+        copies = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(copies, parameter.detach())
+        assert torch.equal(*copies), name
+
+
+def test_replicated_weights_are_bit_identical_after_twenty_steps(world2):
+    world2.run(_twenty_steps)
+
+
+def _gradient_buffers(rank: int, overlap: bool, dtype: torch.dtype):
+    """Megatron's data-parallel wrapper: gradients land in its buffers, its hooks fire, over two micro-batches."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron.oases.runtime import attach_schedule
+
+    bf16 = dtype is torch.bfloat16
+    case = ModelCase(config={**FULL, "params_dtype": dtype, "bf16": bf16})
+    results = []
+    for schedule in (False, True):
+        model = build(case)
+        if schedule:
+            attach_schedule(model, sub_batches=2, overlap_grad_reduce=overlap)
+        if bf16:
+            model = Float16Module(model.config, model)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=500 if overlap else None
+        )
+        wrapped = DistributedDataParallel(model.config, settings, model)
+        for iteration in range(2):  # in the first one Megatron learns how often each hook fires
+            wrapped.zero_grad_buffer()
+            for seed in (1, 2):
+                inputs = batch(case, seed=seed + iteration)
+                if seed == 1:
+                    with wrapped.no_sync():
+                        wrapped(**inputs).float().mean().backward()
+                else:
+                    wrapped(**inputs).float().mean().backward()
+            wrapped.finish_grad_sync()
+        results.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
+        assert all(p.grad is None for p in model.parameters())
+    assert_close(results[1], results[0], tolerance=2e-5 if not bf16 else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["after", "overlapped"])
+def test_megatrons_gradient_buffers(world2, overlap, dtype):
+    world2.run(_gradient_buffers, overlap=overlap, dtype=dtype)
+
+
+def _evaluation(rank: int):
+    case = ModelCase(batch=1, config={**FULL, **DROPOUT})
+    model = build(case).eval()
+    inputs = batch(case)
+    with torch.no_grad():
+        expected = model(**inputs)
+        from megatron.oases.runtime import attach_schedule
+
+        attach_schedule(model, sub_batches=2)
+        torch.testing.assert_close(model(**inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_evaluation_takes_fewer_samples_than_sub_batches(world2):
+    world2.run(_evaluation)
+
+
+def _frozen(rank: int):
+    from megatron.oases.runtime import attach_schedule
+
+    case = ModelCase(config=FULL, tied=False)
+    model, inputs = build(case), batch(case)
+    _, expected = step(model, inputs)
+    frozen = {name for name, _ in model.named_parameters() if "linear_fc1" in name or "embedding" in name}
+    assert len(frozen) > 6
+    attach_schedule(model, sub_batches=2)
+    model.zero_grad(set_to_none=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    model(**inputs).float().mean().backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if name not in frozen}
+    assert all(p.grad is None for name, p in model.named_parameters() if name in frozen)
+    assert_close(trained, {name: expected[name] for name in trained})
+
+
+def test_frozen_parameters(world2):
+    world2.run(_frozen)
+
+
+def _patches_leave_others_alone(rank: int):
+    """A vanilla model in a process where another model runs under a schedule."""
+    case = ModelCase(config=FULL)
+    vanilla = step(build(case), batch(case))
+    _scheduled(case)
+    again = step(build(case), batch(case))
+    assert again[0] == vanilla[0]
+    assert all(torch.equal(again[1][name], vanilla[1][name]) for name in vanilla[1])
+
+
+def test_patches_leave_vanilla_models_alone(world2):
+    world2.run(_patches_leave_others_alone)
