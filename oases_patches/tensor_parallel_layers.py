@@ -1,40 +1,61 @@
-"""Patches the parallel linears (megatron.core.tensor_parallel.layers).
+"""Patches the parallel linears and the vocabulary-parallel embedding (megatron.core.tensor_parallel.layers).
 
-What: `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl` hand over to the schedule that owns the
-    linear, while it runs it, and are Megatron's own otherwise.
-Why: their autograd function reduces the input gradient and computes the weight gradient within one backward; a schedule
-    runs the three apart. The mappings of the column-parallel linear (`copy_to_tensor_model_parallel_region` and the
-    all-reduce of its gradient) fall away with it.
+What: while a schedule runs one of them (`oases_scheduling`), `RowParallelLinear.forward` and
+    `VocabParallelEmbedding.forward` leave their output unreduced, and `_forward_impl` of both linears hands over to the
+    schedule's linear. Otherwise, and for every other layer, they are Megatron's own.
+Why: Megatron's linear reduces the input gradient and computes the weight gradient within one backward; a schedule runs
+    them apart, and starts the collectives itself. The column-parallel linear's mapping (`copy_to_tensor_model_parallel_region`, or
+    the all-reduce of its gradient) falls away with it.
 Versions: megatron-core 0.19.
-Can go: when Megatron's linears offer deferred weight gradients (`backward_dw`) without TransformerEngine.
+Can go: when Megatron's linears offer unreduced outputs, and deferred weight gradients without TransformerEngine.
 """
 
 import functools
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
 
 from oases_patches.patching import Replacement
-from oases_patches.tensor_parallel_mappings import COLLECTIVE_IS_SCHEDULED
+from oases_patches.tensor_parallel_mappings import without_collectives
 
 
-def _scheduled(original, *, row_parallel: bool):
+def _is_scheduled(layer) -> bool:
+    scheduling = getattr(layer, "oases_scheduling", None)
+    return scheduling is not None and scheduling.active
+
+
+def _unreduced_while_scheduled(original):
+    unreduced = without_collectives(original)
+
+    @functools.wraps(original)
+    def forward(self, input_: Tensor):
+        if not _is_scheduled(self):
+            return original(self, input_)
+        answer = getattr(self.oases_scheduling, "answer", None)
+        return answer if answer is not None else unreduced(self, input_)
+
+    return forward
+
+
+def _handed_over_while_scheduled(original, *, row_parallel: bool):
     @functools.wraps(original)
     def _forward_impl(self, input, weight, *args, **kwargs) -> Tensor:
-        scheduling = getattr(self, "oases_scheduling", None)
-        if scheduling is None or not scheduling.active:
+        if not _is_scheduled(self):
             return original(self, input, weight, *args, **kwargs)
-        output = scheduling(input, weight, kwargs["bias"], row_parallel=row_parallel)
-        if row_parallel:
-            setattr(output, COLLECTIVE_IS_SCHEDULED, True)
-        return output
+        return self.oases_scheduling(input, weight, kwargs["bias"], row_parallel=row_parallel)
 
     return _forward_impl
 
 
 _replacements = (
-    Replacement(ColumnParallelLinear, "_forward_impl", functools.partial(_scheduled, row_parallel=False)),
-    Replacement(RowParallelLinear, "_forward_impl", functools.partial(_scheduled, row_parallel=True)),
+    Replacement(
+        ColumnParallelLinear, "_forward_impl", functools.partial(_handed_over_while_scheduled, row_parallel=False)
+    ),
+    Replacement(
+        RowParallelLinear, "_forward_impl", functools.partial(_handed_over_while_scheduled, row_parallel=True)
+    ),
+    Replacement(RowParallelLinear, "forward", _unreduced_while_scheduled),
+    Replacement(VocabParallelEmbedding, "forward", _unreduced_while_scheduled),
 )
 
 

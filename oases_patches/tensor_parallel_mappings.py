@@ -1,31 +1,34 @@
-"""Patches the mapping that row-parallel linears reduce through (megatron.core.tensor_parallel.mappings).
+"""Takes the tensor-parallel mappings (megatron.core.tensor_parallel.mappings) out of a layer's forward.
 
-What: `reduce_from_tensor_model_parallel_region`, as megatron.core.tensor_parallel.layers uses it, is the identity for an
-    output whose collective a schedule will start, and Megatron's own otherwise.
-Why: a RowParallelLinear reduces inside its forward; a schedule starts that collective itself, and waits for it later.
+What: `without_collectives(function)` is the same function with the mappings that it reduces through replaced by the identity.
+Why: a row-parallel linear and a vocabulary-parallel embedding reduce inside their forward; a schedule starts that
+    collective itself, and waits for it later. The mappings themselves stay as they are for everybody else.
 Versions: megatron-core 0.19.
-Can go: when RowParallelLinear takes a flag that leaves its output unreduced.
+Can go: when these layers take a flag that leaves their output unreduced.
 """
 
-import functools
+from collections.abc import Callable
+from types import FunctionType
 
-from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from oases_patches.patching import Replacement
-
-COLLECTIVE_IS_SCHEDULED = "oases_collective_is_scheduled"
+_REPLACED = ("reduce_from_tensor_model_parallel_region",)
 
 
-def _unless_scheduled(original):
-    @functools.wraps(original)
-    def reduce_from_tensor_model_parallel_region(input_: Tensor, group=None) -> Tensor:
-        if getattr(input_, COLLECTIVE_IS_SCHEDULED, False):
-            return input_
-        return original(input_, group=group)
+def without_collectives(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same code, where what would be reduced is returned as it is: this rank's share."""
+    replaced = {name: _unreduced for name in _REPLACED if name in function.__globals__}
+    assert replaced, f"{function.__qualname__} reduces through none of {', '.join(_REPLACED)}"
+    same = FunctionType(
+        function.__code__,
+        {**function.__globals__, **replaced},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    same.__kwdefaults__ = function.__kwdefaults__
+    return same
 
-    return reduce_from_tensor_model_parallel_region
 
-
-_replacement = Replacement(layers, "reduce_from_tensor_model_parallel_region", _unless_scheduled)
-apply, revert = _replacement.apply, _replacement.revert
+def _unreduced(input_: Tensor, group=None) -> Tensor:
+    return input_

@@ -78,7 +78,7 @@ def _delayed(rank: int):
 def test_a_slow_rank_changes_nothing_and_every_rank_starts_the_same_collectives(world2):
     first, second = world2.run(_delayed)
     assert first == second
-    assert {shape[1] for shape in first} == {2, 3}, "5 samples: sub-batches of 3 and 2"
+    assert {shape[1] for shape in first[2:]} == {2, 3}, "5 samples: sub-batches of 3 and 2"
 
 
 def _count(rank: int, config: dict) -> int:
@@ -87,7 +87,7 @@ def _count(rank: int, config: dict) -> int:
 
 @pytest.mark.parametrize("config", [{}, FULL], ids=["none", "full"])
 def test_no_all_reduce_is_repeated_in_recomputation(world2, config):
-    assert world2.run(_count, config=config) == [3 * 2 * 2 * 2] * 2  # layers, blocks, sub-batches, passes
+    assert world2.run(_count, config=config) == [(3 * 2 + 1) * 2 * 2] * 2  # (blocks + an end), sub-batches, passes
 
 
 def _twenty_steps(rank: int):
@@ -113,45 +113,55 @@ def test_replicated_weights_are_bit_identical_after_twenty_steps(world2):
     world2.run(_twenty_steps)
 
 
-def _gradient_buffers(rank: int, overlap: bool, dtype: torch.dtype):
-    """Megatron's data-parallel wrapper: gradients land in its buffers, its hooks fire, over two micro-batches."""
+def _gradient_buffers(rank: int, overlap: bool, dtype: torch.dtype, tied: bool, config: dict):
+    """Megatron's data-parallel wrapper: gradients land in its buffers, its hooks fire, over three micro-batches."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
     from megatron.oases.runtime import attach_schedule
 
     bf16 = dtype is torch.bfloat16
-    case = ModelCase(config={**FULL, "params_dtype": dtype, "bf16": bf16})
-    results = []
+    case = ModelCase(tied=tied, config={**config, "params_dtype": dtype, "bf16": bf16})
+    results, losses = [], []
     for schedule in (False, True):
         model = build(case)
         if schedule:
-            attach_schedule(model, sub_batches=2, overlap_grad_reduce=overlap)
+            stage = attach_schedule(model, sub_batches=2, overlap_grad_reduce=overlap, micro_batches=lambda: 3)
+            run, stage._executor.run = stage._executor.run, lambda *lists: (lists_run.append(len(lists)), run(*lists))
         if bf16:
             model = Float16Module(model.config, model)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, bucket_size=500 if overlap else None
         )
         wrapped = DistributedDataParallel(model.config, settings, model)
+        lists_run = []
         for iteration in range(2):  # in the first one Megatron learns how often each hook fires
             wrapped.zero_grad_buffer()
-            for seed in (1, 2):
-                inputs = batch(case, seed=seed + iteration)
-                if seed == 1:
-                    with wrapped.no_sync():
-                        wrapped(**inputs).float().mean().backward()
-                else:
-                    wrapped(**inputs).float().mean().backward()
+            with wrapped.no_sync():
+                for seed in (1, 2):
+                    losses.append(_forward_backward(wrapped, batch(case, seed=seed + iteration)))
+            losses.append(_forward_backward(wrapped, batch(case, seed=3 + iteration)))
             wrapped.finish_grad_sync()
+        if schedule:  # how many micro-batches each list deals with: one forward or backward, two interleaved
+            assert lists_run == ([2, 3, 2, 2, 2] if overlap else [2, 3, 3, 2]) * 2
         results.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
         assert all(p.grad is None for p in model.parameters())
+    assert losses[:6] == pytest.approx(losses[6:], rel=1e-6 if not bf16 else 1e-2)
     assert_close(results[1], results[0], tolerance=2e-5 if not bf16 else 0.1)
 
 
+def _forward_backward(model, inputs: dict[str, torch.Tensor | None]) -> float:
+    loss = model(**inputs).float().mean()
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("config", [FULL, {}], ids=["full", "none"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["after", "overlapped"])
-def test_megatrons_gradient_buffers(world2, overlap, dtype):
-    world2.run(_gradient_buffers, overlap=overlap, dtype=dtype)
+def test_megatrons_gradient_buffers_over_interleaved_micro_batches(world2, overlap, dtype, tied, config):
+    world2.run(_gradient_buffers, overlap=overlap, dtype=dtype, tied=tied, config=config)
 
 
 def _evaluation(rank: int):

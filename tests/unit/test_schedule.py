@@ -4,37 +4,49 @@ import dataclasses
 
 import pytest
 
-from megatron.oases.schedule import Kind, Operation, ScheduleError, build_oases_schedule, validate
+from megatron.oases.schedule import (
+    Kind,
+    Operation,
+    Part,
+    ScheduleError,
+    build_oases_schedule,
+    collectives,
+    validate,
+)
 
-SHAPES = [(blocks, sub_batches) for blocks in (1, 2, 7) for sub_batches in (1, 2, 3)]
+B, R = Part.BLOCK, Part.RECOMPUTED_BLOCK
+CHAINS = {
+    "one block": [B],
+    "middle stage": [R, R, B, B],
+    "first stage": [Part.EMBEDDING, R, B],
+    "last stage": [R, B, R, B, Part.HEAD],
+    "whole": [Part.EMBEDDING, R, R, R, R, Part.HEAD],
+}
 
 
-def _recompute(blocks: int, pattern: str) -> list[bool]:
-    return {"all": [True] * blocks, "none": [False] * blocks, "some": [k % 3 == 0 for k in range(blocks)]}[pattern]
+@pytest.mark.parametrize("sub_batches", [1, 2, 3])
+@pytest.mark.parametrize("name", CHAINS)
+def test_oases_is_legal(name, sub_batches):
+    validate(build_oases_schedule(chain=CHAINS[name], sub_batches=sub_batches))
 
 
-@pytest.mark.parametrize("pattern", ["all", "none", "some"])
-@pytest.mark.parametrize("blocks, sub_batches", SHAPES)
-def test_oases_is_legal(blocks, sub_batches, pattern):
-    validate(build_oases_schedule(recompute=_recompute(blocks, pattern), sub_batches=sub_batches))
-
-
-@pytest.mark.parametrize("pattern", ["all", "none"])
-def test_two_collectives_a_block_whatever_is_recomputed(pattern):
-    schedule = build_oases_schedule(recompute=_recompute(6, pattern), sub_batches=2)
-    assert len(schedule.collectives) == 2 * 6 * 2
+@pytest.mark.parametrize("block", [B, R])
+def test_two_collectives_a_block_whether_it_is_recomputed_or_not(block):
+    schedule = build_oases_schedule(chain=[block] * 6, sub_batches=2)
+    assert len(collectives(schedule.forward)) == len(collectives(schedule.backward)) == 6 * 2
+    assert len(collectives(schedule.steady)) == 2 * 6 * 2
 
 
 def test_every_collective_has_computation_of_another_sub_batch_behind_it():
-    schedule = build_oases_schedule(recompute=[True] * 6, sub_batches=2)
+    schedule = build_oases_schedule(chain=[R] * 6, sub_batches=2)
     for order in (schedule.forward, schedule.backward):
         for started, operation in enumerate(order):
             if not operation.kind.is_communication:
                 continue
             awaited = Kind.JOIN if operation.kind is Kind.REDUCE else Kind.NORM_GRAD
-            waits = order.index(Operation(awaited, operation.block, operation.sub_batch))
+            waits = order.index(Operation(awaited, operation.place, operation.sub_batch))
             between = order[started + 1 : waits]
-            is_last = operation.block == (5 if operation.kind is Kind.REDUCE else 0) and operation.sub_batch == 1
+            is_last = operation.place == (5 if operation.kind is Kind.REDUCE else 0) and operation.sub_batch == 1
             hides = any(
                 op.sub_batch != operation.sub_batch and op.kind in (Kind.FORWARD, Kind.DGRAD) for op in between
             )
@@ -42,23 +54,29 @@ def test_every_collective_has_computation_of_another_sub_batch_behind_it():
 
 
 def test_recomputation_stands_before_the_wait_it_hides():
-    order = build_oases_schedule(recompute=[True] * 4, sub_batches=2).backward
-    for block in range(3):
+    order = build_oases_schedule(chain=[R] * 4, sub_batches=2).backward
+    for place in range(3):
         for i in range(2):
-            assert order.index(Operation(Kind.RECOMPUTE, block, i)) < order.index(
-                Operation(Kind.NORM_GRAD, block + 1, i)
-            )
+            wait = Operation(Kind.NORM_GRAD, place + 1, i)
+            assert order.index(Operation(Kind.RECOMPUTE, place, i)) < order.index(wait)
+
+
+def test_steady_list_takes_turns_between_the_passes():
+    order = build_oases_schedule(chain=CHAINS["whole"], sub_batches=2).steady
+    turns = [operation.micro_batch for operation in collectives(order)]
+    assert turns == [0, 1] * (len(turns) // 2)
+    assert order[-1].kind is Kind.LOSS, "its small collectives come when no large one is in the way"
 
 
 def test_digest_tells_orders_apart():
-    one = build_oases_schedule(recompute=[True, True], sub_batches=2)
-    other = build_oases_schedule(recompute=[True, False], sub_batches=2)
-    assert one.digest() == build_oases_schedule(recompute=[True, True], sub_batches=2).digest()
+    one = build_oases_schedule(chain=[R, R], sub_batches=2)
+    other = build_oases_schedule(chain=[R, B], sub_batches=2)
+    assert one.digest() == build_oases_schedule(chain=[R, R], sub_batches=2).digest()
     assert one.digest() != other.digest()
 
 
 def _with(name, change):
-    schedule = build_oases_schedule(recompute=[True] * 2, sub_batches=2)
+    schedule = build_oases_schedule(chain=[R] * 2, sub_batches=2)
     order = list(getattr(schedule, name))
     change(order)
     return dataclasses.replace(schedule, **{name: tuple(order)})
@@ -72,11 +90,12 @@ def _swap(order):
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("forward", _swap, r"forward\(1,0\) comes before join\(0,0\) in the forward pass: .*>>forward\(1,0\)<<"),
-        ("forward", lambda order: order.pop(), r"missing in the forward pass: join\(1,1\)"),
+        ("forward", _swap, r"forward\(1,0\) comes before join\(0,0\) in the forward list: .*>>forward\(1,0\)<<"),
+        ("forward", lambda order: order.pop(), r"missing in the forward list: join\(1,1\)"),
         ("backward", lambda order: order.append(order[-1]), r"norm_grad\(0,1\) stands 2 times"),
         ("backward", lambda order: order.append(Operation(Kind.JOIN, 0, 0)), r"join\(0,0\) does not belong"),
         ("backward", lambda order: order.append(Operation(Kind.DGRAD, 2, 0)), r"dgrad\(2,0\) does not belong"),
+        ("steady", lambda order: order.remove(Operation(Kind.FORWARD, 0, 0, 1)), r"missing in the steady list: forward"),
         ("backward", lambda order: order.reverse(), r"comes before"),
     ],
 )
@@ -85,13 +104,14 @@ def test_validator_refuses(name, change, message):
         validate(_with(name, change))
 
 
-def test_recompute_has_one_entry_a_block():
-    schedule = build_oases_schedule(recompute=[True] * 2, sub_batches=2)
-    with pytest.raises(ScheduleError, match="2 blocks, but recompute has 1 entries"):
-        validate(dataclasses.replace(schedule, recompute=(True,)))
+@pytest.mark.parametrize("chain", [[B, Part.EMBEDDING], [Part.HEAD, B]])
+def test_ends_stand_at_the_ends(chain):
+    schedule = dataclasses.replace(build_oases_schedule(chain=[B, B], sub_batches=1), chain=tuple(chain))
+    with pytest.raises(ScheduleError, match="stands at place"):
+        validate(schedule)
 
 
-@pytest.mark.parametrize("arguments", [dict(recompute=[], sub_batches=2), dict(recompute=[True], sub_batches=0)])
+@pytest.mark.parametrize("arguments", [dict(chain=[Part.EMBEDDING, Part.HEAD], sub_batches=2), dict(chain=[B], sub_batches=0)])
 def test_builder_refuses_nothing_to_do(arguments):
     with pytest.raises(ValueError):
         build_oases_schedule(**arguments)

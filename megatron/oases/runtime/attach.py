@@ -1,54 +1,66 @@
 """Puts a built GPT model under a schedule."""
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.oases.runtime.collectives import Collectives
-from megatron.oases.runtime.decoder import ScheduledDecoder
 from megatron.oases.runtime.executor import Filler
 from megatron.oases.runtime.layers import cut, recomputed_blocks
-from oases_patches import tensor_parallel_layers, tensor_parallel_mappings, transformer_block
+from megatron.oases.runtime.stage import ScheduledStage
+from oases_patches import gpt_model, tensor_parallel_layers
 
 _MAX_POSTPONED_WGRADS = 8
 _MAX_RECOMPUTES_AHEAD = 4
 
 
-def attach_schedule(model: GPTModel, *, sub_batches: int, overlap_grad_reduce: bool = False) -> ScheduledDecoder:
-    """Lets the oases schedule run the decoder of `model`, in training and in evaluation.
+def attach_schedule(
+    model: GPTModel,
+    *,
+    sub_batches: int,
+    overlap_grad_reduce: bool = False,
+    micro_batches: Callable[[], int] = lambda: 1,
+) -> ScheduledStage:
+    """Lets the oases schedule run `model` from tokens to loss, in training and in evaluation.
 
     The model keeps its modules, parameters and names; only who runs them changes. Every rank of the tensor-parallel
     group must call this.
 
     Args:
-        model: a GPT model, before it is wrapped for data parallelism.
+        model: a GPT model, or the pipeline stage of one, before it is wrapped for data parallelism.
         sub_batches: number of sub-batches of a micro-batch.
         overlap_grad_reduce: whether data parallelism reduces gradients during backward. Its collectives start in the
             order in which gradients become ready, which then has to be the same on every rank.
+        micro_batches: tells how many micro-batches the present training iteration has, for a loop that runs each one
+            forward and backward before the next one, as Megatron's does without pipeline parallelism.
 
     Raises:
-        UsageError: the model has layers that the schedule cannot run.
+        UsageError: the model has something that the schedule cannot run.
         RuntimeError: the ranks of the tensor-parallel group built different schedules.
     """
-    decoder: TransformerBlock = model.decoder
-    group = decoder.pg_collection.tp
+    group = model.pg_collection.tp
     collectives = Collectives(group)
     dynamic = collectives.host_sees_completion
-    scheduled = ScheduledDecoder(
-        [block for layer in decoder.layers for block in cut(layer)],
-        recompute=recomputed_blocks(decoder.config, len(decoder.layers)),
+
+    stage = ScheduledStage(
+        cut(model),
+        recompute=recomputed_blocks(model.config, len(model.decoder.layers)),
         sub_batches=sub_batches,
         collectives=collectives,
         filler=Filler(
             max_postponed_wgrads=_MAX_POSTPONED_WGRADS if dynamic and not overlap_grad_reduce else 0,
             max_recomputes_ahead=_MAX_RECOMPUTES_AHEAD if dynamic else 0,
         ),
+        micro_batches=micro_batches,
+        # Megatron lets data parallelism reduce from the last forward pass on: what was put off must be over by then.
+        last_apart=overlap_grad_reduce,
     )
-    _check_same_on_every_rank(scheduled.schedule.digest(), group)
-    for patch in (tensor_parallel_mappings, tensor_parallel_layers, transformer_block):
-        patch.apply()
-    decoder.oases_scheduled = scheduled
-    return scheduled
+    _check_same_on_every_rank(stage.schedule.digest(), group)
+    tensor_parallel_layers.apply()
+    gpt_model.apply()
+    model.oases_stage = stage
+    return stage
 
 
 def _check_same_on_every_rank(digest: str, group: dist.ProcessGroup) -> None:

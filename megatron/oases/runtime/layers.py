@@ -1,7 +1,8 @@
-"""Cuts Megatron's transformer layers into blocks, and says which layers can be cut."""
+"""Cuts a GPT model into parts, and says which models can be cut."""
 
 from functools import partial
 
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -12,21 +13,55 @@ from torch import Tensor
 
 from megatron.oases.errors import UsageError
 from megatron.oases.runtime.block import Block
+from megatron.oases.runtime.cell import Inputs
+from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Head
 from megatron.oases.runtime.linear import LinearScheduling
 
+_ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
-def cut(layer: TransformerLayer) -> tuple[Block, Block]:
-    """The layer's attention block and MLP block. The layer itself, its modules and parameters stay as they are.
+
+def cut(model: GPTModel) -> list[Embedding | Block | Head]:
+    """The parts of a GPT or of its pipeline stage. The model keeps its modules, parameters and names.
 
     Raises:
-        UsageError: the layer is not one that a schedule can run.
+        UsageError: the model has something that a schedule cannot run.
     """
+    parts: list[Embedding | Block | Head] = [_embedding(model)] if model.pre_process else []
+    for layer in model.decoder.layers:
+        parts += _cut_layer(layer)
+    if model.post_process:
+        parts.append(_head(model))
+    return parts
+
+
+def _embedding(model: GPTModel) -> Embedding:
+    scheduling = EmbeddingScheduling()
+    model.embedding.word_embeddings.oases_scheduling = scheduling
+    return Embedding(model.embedding, scheduling)
+
+
+def _head(model: GPTModel) -> Head:
+    is_tied_here = model.share_embeddings_and_output_weights and model.pre_process
+    scheduling = LinearScheduling(accumulate_in_place=not is_tied_here)
+    model.output_layer.oases_scheduling = scheduling
+
+    def logits(normed: Tensor, _: Inputs) -> tuple[Tensor, None]:
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        return model._scale_logits(model.output_layer(normed, weight=weight)[0]), None
+
+    return Head(
+        norm=model.decoder.final_layernorm, core=logits, linears=scheduling, loss=model.compute_language_model_loss
+    )
+
+
+def _cut_layer(layer: TransformerLayer) -> tuple[Block, Block]:
+    """The layer's attention block and MLP block."""
     _check(layer)
     config = layer.config
     attention = _block(
         layer,
         norm=layer.input_layernorm,
-        core=lambda normed, inputs: layer.self_attention(normed, **inputs),
+        core=partial(_attention, layer),
         bias_dropout_add=layer.self_attn_bda,
         linears=(layer.self_attention.linear_qkv, layer.self_attention.linear_proj),
         draws_random=config.attention_dropout > 0,
@@ -74,6 +109,10 @@ def _block(layer: TransformerLayer, *, bias_dropout_add, linears, **block_argume
         fp32_residual=config.fp32_residual_connection,
         **block_arguments,
     )
+
+
+def _attention(layer: TransformerLayer, normed: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    return layer.self_attention(normed, **{name: inputs[name] for name in _ATTENTION_INPUTS})
 
 
 def _bias_dropout_add(layer: TransformerLayer, module, partial_and_bias, residual: Tensor) -> Tensor:

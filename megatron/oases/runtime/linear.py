@@ -23,11 +23,12 @@ class LinearGradient:
     bias: torch.nn.Parameter | None
     input: Tensor
     grad_output: Tensor
+    in_place: bool
 
     def accumulate(self) -> None:
         grad_output = self.grad_output.flatten(0, -2)
         if self.weight.requires_grad:
-            _accumulate_matmul(self.weight, grad_output, self.input.flatten(0, -2))
+            _accumulate_matmul(self.weight, grad_output, self.input.flatten(0, -2), in_place=self.in_place)
         if self.bias is not None:
             accumulate_gradient(self.bias, grad_output.sum(0))
 
@@ -47,13 +48,18 @@ DeferredGradients = list[LinearGradient | BiasGradient]
 
 
 class LinearScheduling:
-    """Shared by the parallel linears of one block: whether a schedule runs them now, and how.
+    """Shared by the parallel linears of one part: whether a schedule runs them now, and how.
 
     Outside `owned` the linears are vanilla Megatron.
+
+    Args:
+        accumulate_in_place: whether weight gradients may be added straight to Megatron's gradient buffer. Not for a
+            weight that has another gradient besides, as tied embeddings have: Megatron's hook would drop that one.
     """
 
-    def __init__(self):
+    def __init__(self, *, accumulate_in_place: bool = True):
         self.active = False
+        self._accumulate_in_place = accumulate_in_place
         self._deferred: DeferredGradients | None = None
         self._leave_out_row_parallel = False
 
@@ -81,7 +87,8 @@ class LinearScheduling:
         if not torch.is_grad_enabled():
             return torch.nn.functional.linear(input_, weight, bias)
         leave_out = row_parallel and self._leave_out_row_parallel
-        return _Linear.apply(input_, _Parameters(weight, bias, self._deferred, leave_out))
+        parameters = _Parameters(weight, bias, self._deferred, leave_out, self._accumulate_in_place)
+        return _Linear.apply(input_, parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,7 @@ class _Parameters:
     bias: torch.nn.Parameter | None
     deferred: DeferredGradients
     leave_out_output: bool
+    accumulate_in_place: bool
 
 
 class _Linear(torch.autograd.Function):
@@ -108,7 +116,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
         (input_,) = ctx.saved_tensors
         parameters = ctx.parameters
-        parameters.deferred.append(LinearGradient(parameters.weight, parameters.bias, input_, grad_output))
+        parameters.deferred.append(
+            LinearGradient(
+                parameters.weight, parameters.bias, input_, grad_output, parameters.accumulate_in_place
+            )
+        )
         return grad_output.matmul(parameters.weight), None
 
 
@@ -118,10 +130,10 @@ def accumulate_gradient(parameter: torch.nn.Parameter, gradient: Tensor) -> None
         torch.autograd.backward((parameter,), (gradient,))
 
 
-def _accumulate_matmul(weight: torch.nn.Parameter, grad_output: Tensor, input_: Tensor) -> None:
+def _accumulate_matmul(weight: torch.nn.Parameter, grad_output: Tensor, input_: Tensor, *, in_place: bool) -> None:
     """Adds grad_output.T @ input to the weight's gradient, in place where Megatron keeps one of the same dtype."""
     main_grad = getattr(weight, "main_grad", None)
-    in_place = main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
+    in_place = in_place and main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
     if in_place and main_grad.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), input_)
         weight.grad_added_to_main_grad = True

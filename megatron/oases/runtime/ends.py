@@ -1,0 +1,99 @@
+"""The two ends of the chain: the embedding and the head, cut where their collectives are."""
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.oases.runtime.block import CutPart
+from megatron.oases.runtime.cell import Cell, Tape
+
+
+class EmbeddingScheduling:
+    """Shared with the vocabulary-parallel embedding: which half of its forward a schedule wants now.
+
+    Outside both halves the embedding is vanilla Megatron. `answer` is what it returns without looking anything up.
+    """
+
+    def __init__(self):
+        self.active = False
+        self.answer: Tensor | None = None
+
+
+class Embedding:
+    """Word embeddings over the tensor-parallel vocabulary, positions, dropout.
+
+    Args:
+        module: Megatron's embedding. Its own code runs, in two halves round the all-reduce.
+        scheduling: shared with its vocabulary-parallel embedding.
+    """
+
+    communicates_inside = False
+
+    def __init__(self, module: LanguageModelEmbedding, scheduling: EmbeddingScheduling):
+        self._module = module
+        self._scheduling = scheduling
+
+    def forward(self, cell: Cell) -> None:
+        """FORWARD: this rank's share of the word embeddings, into cell.partial [b, s, h]."""
+        with torch.set_grad_enabled(cell.keep_graph):
+            partial = self._run(self._module.word_embeddings, cell.inputs["tokens"])
+        if partial.requires_grad:
+            cell.words = get_gradient_edge(partial)
+        cell.partial = partial.detach()
+
+    def join(self, cell: Cell, reduced: Tensor) -> Tensor:
+        """JOIN: positions and dropout, to the first block's x [s, b, h]."""
+        reduced.requires_grad_(cell.keep_graph)
+        with torch.set_grad_enabled(cell.keep_graph):
+            x = self._run(self._module, cell.inputs["tokens"], cell.inputs["positions"], answer=reduced)
+        if cell.keep_graph:
+            cell.join_graph = (reduced, get_gradient_edge(x))
+        return x.detach()
+
+    def wgrad_of_all(self, tape: Tape, cells: list[Cell]) -> None:
+        """WGRAD: the gradients of all sub-batches at once, since each is as large as the vocabulary."""
+        torch.autograd.backward([cell.join_graph[1] for cell in cells], tape.gradients)
+        if cells[0].words is not None:  # None where the word embeddings are frozen
+            torch.autograd.backward([cell.words for cell in cells], [cell.join_graph[0].grad for cell in cells])
+        for cell in cells:
+            cell.words = cell.join_graph = None
+
+    def _run(self, function: Callable[..., Tensor], *arguments: Tensor, answer: Tensor | None = None) -> Tensor:
+        self._scheduling.active, self._scheduling.answer = True, answer
+        try:
+            return function(*arguments)
+        finally:
+            self._scheduling.active, self._scheduling.answer = False, None
+
+
+class Head(CutPart):
+    """Final norm, output layer, and one cross-entropy over the logits of all sub-batches.
+
+    Args:
+        loss: (labels [b, s], logits [s, b, vocabulary/t]) → [b, s], Megatron's own function. Its small collectives are
+            started once, when no large one is in their way.
+    """
+
+    def __init__(self, *, loss: Callable[[Tensor, Tensor], Tensor], **cut_arguments):
+        super().__init__(**cut_arguments)
+        self._loss = loss
+
+    def loss(self, tape: Tape, cells: list[Cell]) -> None:
+        """LOSS: tape.loss, from the logits in the cells."""
+        logits = [cell.partial.requires_grad_(tape.keep) for cell in cells]
+        with torch.set_grad_enabled(tape.keep):
+            loss = self._loss(tape.labels, torch.cat(logits, dim=1))
+        if tape.keep:
+            tape.loss_graph = (logits, get_gradient_edge(loss))
+        tape.loss = loss.detach()
+        for cell in cells:
+            cell.partial = cell.x = None
+
+    def loss_grad(self, tape: Tape) -> None:
+        """LOSS_GRAD: the gradient of each sub-batch's logits, from that of the loss."""
+        (logits, end), tape.loss_graph = tape.loss_graph, None
+        torch.autograd.backward((end,), (tape.loss_gradient,))
+        tape.gradients = [leaf.grad for leaf in logits]

@@ -1,0 +1,191 @@
+"""A GPT, or the pipeline stage of one, under a schedule: one autograd function around the whole chain."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.oases.runtime.block import Block
+from megatron.oases.runtime.cell import Cell, Inputs, Tape
+from megatron.oases.runtime.collectives import Collectives
+from megatron.oases.runtime.ends import Embedding, Head
+from megatron.oases.runtime.executor import Executor, Filler
+from megatron.oases.schedule import Part, Schedule, build_oases_schedule, validate
+
+_CUT_WITH_BATCH = ("tokens", "positions", "attention_mask")
+
+
+class ScheduledStage:
+    """Runs a chain of parts under the oases schedule.
+
+    Args:
+        parts: the chain.
+        recompute: for each block of the chain, whether backward recomputes it.
+        sub_batches: number of sub-batches of a micro-batch in training.
+        collectives: those of the tensor-parallel group.
+        filler: what may fill waits.
+        micro_batches: tells, during training, how many micro-batches the present iteration has.
+        last_apart: whether the last micro-batch's forward pass may not be interleaved.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Embedding | Block | Head],
+        *,
+        recompute: Sequence[bool],
+        sub_batches: int,
+        collectives: Collectives,
+        filler: Filler,
+        micro_batches: Callable[[], int],
+        last_apart: bool,
+    ):
+        blocks = iter(recompute)
+        self._chain = tuple(_kind_of(part, blocks) for part in parts)
+        self._sub_batches = sub_batches
+        self._executor = Executor(parts, collectives, filler)
+        self._schedules: dict[int, Schedule] = {}
+        self.schedule = self._schedule_for(sub_batches)
+        has_both_ends = self._chain[0] is Part.EMBEDDING and self._chain[-1] is Part.HEAD
+        self._interleaving = _Interleaving(micro_batches if has_both_ends else lambda: 1, last_apart=last_apart)
+
+    def __call__(self, *, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None) -> Tensor:
+        """Runs the stage on a micro-batch.
+
+        Args:
+            hidden_states: [s, b, h], output of the previous stage; None where the chain begins with the embedding.
+            inputs: tokens and positions [b, s] for the embedding; for the attention, its keyword arguments. An
+                `attention_mask` [b, 1, s, s] is cut with the batch.
+            labels: [b, s], where the chain ends with the head.
+
+        Returns:
+            The loss of every token [b, s] where the chain ends with the head, else hidden states [s, b, h].
+        """
+        if not torch.is_grad_enabled():
+            return self._forward(hidden_states, inputs, labels, keep=False)[0]
+        if hidden_states is None or not hidden_states.requires_grad:
+            # Autograd calls the backward of a function only if one of its inputs wants a gradient.
+            anchor = torch.zeros((), requires_grad=True)
+            return _Stage.apply(hidden_states, anchor, self, inputs, labels)
+        return _Stage.apply(hidden_states, None, self, inputs, labels)
+
+    def _forward(
+        self, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None, *, keep: bool
+    ) -> tuple[Tensor, Tape]:
+        tape = self._tape(hidden_states, inputs, labels, keep=keep)
+        schedule = self._schedule_for(len(tape.batch_sizes))
+        put_off = self._interleaving.begin(tape) if keep else None
+        if put_off is None:
+            self._executor.run(schedule.forward, tape)
+        elif len(put_off.batch_sizes) == len(tape.batch_sizes):
+            self._executor.run(schedule.steady, put_off, tape)
+        else:
+            self._run_backward(put_off)
+            self._executor.run(schedule.forward, tape)
+        if tape.loss is not None:
+            output, tape.loss = tape.loss, None
+        else:
+            output, tape.xs = torch.cat(tape.xs, dim=1), [None] * len(tape.xs)
+        return output, tape
+
+    def _backward(self, tape: Tape, gradient: Tensor) -> Tensor | None:
+        """The gradient of `hidden_states`, or None where the chain begins with the embedding."""
+        if self._chain[-1] is Part.HEAD:
+            tape.loss_gradient = gradient
+        else:
+            tape.gradients = [part.contiguous() for part in gradient.split(tape.batch_sizes, dim=1)]
+        if self._interleaving.puts_off(tape):
+            return None
+        self._run_backward(tape)
+        return torch.cat(tape.gradients, dim=1) if self._chain[0] is not Part.EMBEDDING else None
+
+    def _run_backward(self, tape: Tape) -> None:
+        self._executor.run(self._schedule_for(len(tape.batch_sizes)).backward, tape)
+
+    def _tape(self, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None, *, keep: bool) -> Tape:
+        samples = hidden_states.shape[1] if hidden_states is not None else inputs["tokens"].shape[0]
+        # Evaluation may bring fewer samples than there are sub-batches; training was checked beforehand.
+        sub_batches = min(self._sub_batches, samples)
+        sizes = [len(part) for part in torch.arange(samples).tensor_split(sub_batches)]
+        xs = [x.contiguous() for x in hidden_states.split(sizes, dim=1)] if hidden_states is not None else None
+        cut = _cut_inputs(inputs, sizes)
+        cells = {
+            (place, i): Cell(cut[i], keep_graph=keep and part is not Part.RECOMPUTED_BLOCK)
+            for place, part in enumerate(self._chain)
+            for i in range(sub_batches)
+        }
+        return Tape(cells, batch_sizes=sizes, keep=keep, labels=labels, xs=xs)
+
+    def _schedule_for(self, sub_batches: int) -> Schedule:
+        if sub_batches not in self._schedules:
+            schedule = build_oases_schedule(chain=self._chain, sub_batches=sub_batches)
+            validate(schedule)
+            self._schedules[sub_batches] = schedule
+        return self._schedules[sub_batches]
+
+
+class _Interleaving:
+    """Puts a micro-batch's backward pass off, to run together with the next one's forward pass.
+
+    Megatron runs forward and backward of one micro-batch, then of the next. Where the chain begins with the embedding,
+    nobody waits for what backward returns; so it may as well run when the next forward pass has begun.
+    """
+
+    def __init__(self, micro_batches: Callable[[], int], *, last_apart: bool):
+        self._micro_batches = micro_batches
+        self._last_apart = last_apart
+        self._begun = 0  # forward passes of this iteration
+        self._newest: Tape | None = None
+        self._put_off: Tape | None = None
+
+    def begin(self, tape: Tape) -> Tape | None:
+        """Notes a forward pass; returns the micro-batch whose backward pass is to run with it."""
+        self._begun += 1
+        self._newest = tape
+        put_off, self._put_off = self._put_off, None
+        return put_off
+
+    def puts_off(self, tape: Tape) -> bool:
+        """Whether the backward pass of `tape`, which is due, is put off."""
+        to_come = self._micro_batches() - self._begun
+        if tape is self._newest and to_come > int(self._last_apart):
+            self._put_off = tape
+            return True
+        if to_come <= 0:
+            self._begun, self._newest = 0, None
+        return False
+
+
+class _Stage(torch.autograd.Function):
+    """The boundary to autograd: what is inside keeps its own graphs and accumulates parameters' gradients itself."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, anchor, stage: ScheduledStage, inputs: Inputs, labels) -> Tensor:
+        output, ctx.tape = stage._forward(hidden_states, inputs, labels, keep=True)
+        ctx.stage = stage
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tape, ctx.tape = ctx.tape, None
+        input_gradient = ctx.stage._backward(tape, gradient)
+        return (input_gradient if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+def _kind_of(part: Embedding | Block | Head, recompute) -> Part:
+    if isinstance(part, Embedding):
+        return Part.EMBEDDING
+    if isinstance(part, Head):
+        return Part.HEAD
+    return Part.RECOMPUTED_BLOCK if next(recompute) else Part.BLOCK
+
+
+def _cut_inputs(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
+    cut = [dict(inputs) for _ in sizes]
+    for name in _CUT_WITH_BATCH:
+        whole = inputs.get(name)
+        if whole is not None and whole.shape[0] == sum(sizes):
+            for part, piece in zip(cut, whole.split(sizes, dim=0), strict=True):
+                part[name] = piece
+    return cut
