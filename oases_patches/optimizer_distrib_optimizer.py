@@ -43,10 +43,10 @@ def _start(adam: torch.optim.Adam) -> None:
 
 def _without_step_or_gradient(set_states: Callable) -> Callable:
     @functools.wraps(set_states)
-    @torch.no_grad()
     def run(self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict) -> None:
-        # What is no tensor is left as it is: the step that came with the parameter group.
-        set_states(self, model_param, {**tensors, "step": None})
+        with torch.no_grad():
+            # What is no tensor is left as it is: the step that came with the parameter group.
+            set_states(self, model_param, {**tensors, "step": None})
 
     return run
 

@@ -12,7 +12,7 @@ from types import FunctionType
 
 from torch import Tensor
 
-_REPLACED = ("reduce_from_tensor_model_parallel_region",)
+_REPLACED = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
 
 
 def without_collectives(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

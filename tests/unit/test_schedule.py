@@ -6,6 +6,7 @@ import pytest
 
 from megatron.oases.schedule import (
     Kind,
+    Layout,
     Operation,
     Part,
     ScheduleError,
@@ -24,21 +25,27 @@ CHAINS = {
 }
 
 
+def _build(chain, sub_batches=2, sequence_parallel=False):
+    layout = Layout(chain=tuple(chain), sub_batches=sub_batches, sequence_parallel=sequence_parallel)
+    return build_oases_schedule(layout)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("sub_batches", [1, 2, 3])
 @pytest.mark.parametrize("name", CHAINS)
-def test_oases_is_legal(name, sub_batches):
-    validate(build_oases_schedule(chain=CHAINS[name], sub_batches=sub_batches))
+def test_oases_is_legal(name, sub_batches, sequence_parallel):
+    validate(_build(CHAINS[name], sub_batches, sequence_parallel))
 
 
 @pytest.mark.parametrize("block", [B, R])
 def test_two_collectives_a_block_whether_it_is_recomputed_or_not(block):
-    schedule = build_oases_schedule(chain=[block] * 6, sub_batches=2)
+    schedule = _build([block] * 6, 2)
     assert len(collectives(schedule.forward)) == len(collectives(schedule.backward)) == 6 * 2
     assert len(collectives(schedule.steady)) == 2 * 6 * 2
 
 
 def test_every_collective_has_computation_of_another_sub_batch_behind_it():
-    schedule = build_oases_schedule(chain=[R] * 6, sub_batches=2)
+    schedule = _build([R] * 6, 2)
     for order in (schedule.forward, schedule.backward):
         for started, operation in enumerate(order):
             if not operation.kind.is_communication:
@@ -54,7 +61,7 @@ def test_every_collective_has_computation_of_another_sub_batch_behind_it():
 
 
 def test_recomputation_stands_before_the_wait_it_hides():
-    order = build_oases_schedule(chain=[R] * 4, sub_batches=2).backward
+    order = _build([R] * 4, 2).backward
     for place in range(3):
         for i in range(2):
             wait = Operation(Kind.NORM_GRAD, place + 1, i)
@@ -62,21 +69,21 @@ def test_recomputation_stands_before_the_wait_it_hides():
 
 
 def test_steady_list_takes_turns_between_the_passes():
-    order = build_oases_schedule(chain=CHAINS["whole"], sub_batches=2).steady
+    order = _build(CHAINS["whole"], 2).steady
     turns = [operation.micro_batch for operation in collectives(order)]
     assert turns == [0, 1] * (len(turns) // 2)
     assert order[-1].kind is Kind.LOSS, "its small collectives come when no large one is in the way"
 
 
 def test_digest_tells_orders_apart():
-    one = build_oases_schedule(chain=[R, R], sub_batches=2)
-    other = build_oases_schedule(chain=[R, B], sub_batches=2)
-    assert one.digest() == build_oases_schedule(chain=[R, R], sub_batches=2).digest()
+    one = _build([R, R], 2)
+    other = _build([R, B], 2)
+    assert one.digest() == _build([R, R], 2).digest()
     assert one.digest() != other.digest()
 
 
 def _with(name, change):
-    schedule = build_oases_schedule(chain=[R] * 2, sub_batches=2)
+    schedule = _build([R] * 2, 2)
     order = list(getattr(schedule, name))
     change(order)
     return dataclasses.replace(schedule, **{name: tuple(order)})
@@ -104,14 +111,15 @@ def test_validator_refuses(name, change, message):
         validate(_with(name, change))
 
 
-@pytest.mark.parametrize("chain", [[B, Part.EMBEDDING], [Part.HEAD, B]])
-def test_ends_stand_at_the_ends(chain):
-    schedule = dataclasses.replace(build_oases_schedule(chain=[B, B], sub_batches=1), chain=tuple(chain))
-    with pytest.raises(ScheduleError, match="stands at place"):
-        validate(schedule)
-
-
-@pytest.mark.parametrize("arguments", [dict(chain=[Part.EMBEDDING, Part.HEAD], sub_batches=2), dict(chain=[B], sub_batches=0)])
-def test_builder_refuses_nothing_to_do(arguments):
-    with pytest.raises(ValueError):
-        build_oases_schedule(**arguments)
+@pytest.mark.parametrize(
+    "chain, sub_batches, message",
+    [
+        ([B, Part.EMBEDDING], 1, "the embedding stands at place 1 of 2"),
+        ([Part.HEAD, B], 1, "the head stands at place 0 of 2"),
+        ([Part.EMBEDDING, Part.HEAD], 2, "at least one block"),
+        ([B], 0, "sub_batches is 0"),
+    ],
+)
+def test_layout_refuses(chain, sub_batches, message):
+    with pytest.raises(ValueError, match=message):
+        _build(chain, sub_batches)

@@ -52,6 +52,7 @@ def attach_schedule(
             max_postponed_wgrads=_MAX_POSTPONED_WGRADS if dynamic and not overlap_grad_reduce else 0,
             max_recomputes_ahead=_MAX_RECOMPUTES_AHEAD if dynamic else 0,
         ),
+        sequence_parallel=model.config.sequence_parallel,
         micro_batches=micro_batches,
         # Megatron lets data parallelism reduce from the last forward pass on: what was put off must be over by then.
         last_apart=overlap_grad_reduce,

@@ -40,20 +40,24 @@ class CutPart:
         self._core = core
         self._linears = linears
 
-    def forward(self, cell: Cell) -> None:
-        """FORWARD: from cell.x to cell.partial."""
-        if cell.keep_graph:
-            cell.partial = self._build_graph(cell, leave_out_row_parallel=False)
-        else:
-            with torch.no_grad(), self._linears.owned():
-                cell.partial, cell.bias = self._core(self._norm(cell.x), cell.inputs)
+    def norm(self, cell: Cell) -> Tensor:
+        """NORM: the norm's output, from cell.x."""
+        return self._run_norm(cell, keep_graph=cell.keep_graph)
 
-    def dgrad(self, cell: Cell, gradient: Tensor) -> None:
-        """DGRAD: from the gradient of the part's output to that of the core's input, in cell.partial."""
+    def core(self, cell: Cell, core_input: Tensor) -> Tensor:
+        """The rest of FORWARD: this rank's output."""
+        return self._run_core(cell, core_input, keep_graph=cell.keep_graph)
+
+    def join_grad(self, cell: Cell, gradient: Tensor) -> Tensor:
+        """JOIN_GRAD: the gradient of this rank's output."""
+        return gradient
+
+    def dgrad(self, cell: Cell, gradient: Tensor) -> Tensor:
+        """The rest of DGRAD: the gradient of the core's input. The caller gets the only reference to it."""
         graph = cell.graph
         torch.autograd.backward((graph.partial,), (gradient,))
-        # The cell holds the only reference: the collective reduces it in place.
-        cell.partial, graph.core_input = graph.core_input.grad, None
+        core_input_gradient, graph.core_input, graph.partial = graph.core_input.grad, None, None
+        return core_input_gradient
 
     def wgrad(self, cell: Cell) -> None:
         """WGRAD: adds the gradients of the part's linears, and frees what they needed."""
@@ -67,14 +71,27 @@ class CutPart:
         torch.autograd.backward((graph.normed,), (reduced,))
         return graph.x.grad
 
-    def _build_graph(self, cell: Cell, *, leave_out_row_parallel: bool) -> Tensor:
-        with torch.enable_grad(), self._linears.owned(cell.deferred, leave_out_row_parallel=leave_out_row_parallel):
+    def _run_norm(self, cell: Cell, *, keep_graph: bool) -> Tensor:
+        if not keep_graph:
+            with torch.no_grad():
+                return self._norm(cell.x)
+        with torch.enable_grad():
             x = cell.x.detach().requires_grad_()
             normed = self._norm(x)
-            core_input = normed.detach().requires_grad_()
-            partial, cell.bias = self._core(core_input, cell.inputs)
-        # Edges, not tensors: the storage of what is only passed through must not stay alive.
-        cell.graph = Graph(x, get_gradient_edge(normed), core_input, get_gradient_edge(partial))
+        cell.graph = Graph(x, get_gradient_edge(normed))
+        return normed.detach()
+
+    def _run_core(
+        self, cell: Cell, core_input: Tensor, *, keep_graph: bool, leave_out_row_parallel: bool = False
+    ) -> Tensor:
+        deferred = cell.deferred if keep_graph else None
+        with (
+            torch.set_grad_enabled(keep_graph),
+            self._linears.owned(deferred, leave_out_row_parallel=leave_out_row_parallel),
+        ):
+            partial, cell.bias = self._core(core_input.requires_grad_(keep_graph), cell.inputs)
+        if keep_graph:
+            cell.graph.core_input, cell.graph.partial = core_input, get_gradient_edge(partial)
         return partial.detach()
 
 
@@ -109,10 +126,12 @@ class Block(CutPart):
         self._fp32_residual = fp32_residual
         self.communicates_inside = communicates_inside
 
-    def forward(self, cell: Cell) -> None:
+    def core(self, cell: Cell, core_input: Tensor) -> Tensor:
         if not cell.keep_graph and self._draws_random and self._is_training():
             cell.core_rng = RngStates()
-        super().forward(cell)
+        partial = super().core(cell, core_input)
+        cell.partial_dtype = partial.dtype
+        return partial
 
     def join(self, cell: Cell, reduced: Tensor) -> Tensor:
         """JOIN: the next part's x, from the reduced output. Frees what backward does not need."""
@@ -130,15 +149,34 @@ class Block(CutPart):
             cell.x = None  # the graph holds it
         return x_next
 
-    def recompute(self, cell: Cell) -> None:
-        """RECOMPUTE: the graphs again from cell.x, without the row-parallel GEMM: no gradient needs its output."""
-        with _replayed(cell.core_rng):
-            self._build_graph(cell, leave_out_row_parallel=True)
-        cell.x = cell.core_rng = None
+    def renorm(self, cell: Cell) -> Tensor:
+        """RENORM: the norm's output again, from the kept cell.x."""
+        normed = self._run_norm(cell, keep_graph=True)
+        cell.x = None
+        return normed
 
-    def dgrad(self, cell: Cell, gradient: Tensor) -> None:
+    def recompute(self, cell: Cell, core_input: Tensor) -> None:
+        """The rest of RECOMPUTE: the core's graph again, without the row-parallel GEMM: no gradient needs its output."""
+        with _replayed(cell.core_rng):
+            self._run_core(cell, core_input, keep_graph=True, leave_out_row_parallel=True)
+        cell.core_rng = None
+
+    def join_grad(self, cell: Cell, gradient: Tensor) -> Tensor:
+        """JOIN_GRAD: through residual, dropout and bias. Needs the dropout mask, but no values."""
         cell.residual_gradient = gradient
-        super().dgrad(cell, self._join_gradient(cell, gradient))
+        if cell.join_rng is not None:
+            with _replayed(cell.join_rng):
+                stand_in = torch.zeros_like(gradient, dtype=cell.partial_dtype)
+                _, cell.join_graph = self._join_with_graph(stand_in, cell.bias, torch.zeros_like(gradient))
+            cell.join_rng = None
+        if cell.join_graph is None:
+            partial_gradient = gradient.to(cell.partial_dtype)
+            if cell.bias is not None:
+                cell.deferred.append(BiasGradient(cell.bias, partial_gradient))
+            return partial_gradient
+        (leaf, end), cell.join_graph = cell.join_graph, None
+        torch.autograd.backward((end,), (gradient,))
+        return leaf.grad
 
     def norm_grad(self, cell: Cell, reduced: Tensor) -> Tensor:
         gradient = super().norm_grad(cell, reduced).add_(cell.residual_gradient)
@@ -152,22 +190,6 @@ class Block(CutPart):
             leaf = reduced.detach().requires_grad_()
             x_next = self._bias_dropout_add((leaf, bias), residual)
         return x_next.detach(), (leaf, get_gradient_edge(x_next))
-
-    def _join_gradient(self, cell: Cell, gradient: Tensor) -> Tensor:
-        """Through residual, dropout and bias: needs the dropout mask, but no values."""
-        if cell.join_rng is not None:
-            with _replayed(cell.join_rng):
-                stand_in = gradient.new_zeros(gradient.shape, dtype=cell.graph.core_input.dtype)
-                _, cell.join_graph = self._join_with_graph(stand_in, cell.bias, torch.zeros_like(gradient))
-            cell.join_rng = None
-        if cell.join_graph is None:
-            partial_gradient = gradient.to(cell.graph.core_input.dtype)
-            if cell.bias is not None:
-                cell.deferred.append(BiasGradient(cell.bias, partial_gradient))
-            return partial_gradient
-        (leaf, end), cell.join_graph = cell.join_graph, None
-        torch.autograd.backward((end,), (gradient,))
-        return leaf.grad
 
 
 def _replayed(states: RngStates | None) -> AbstractContextManager:

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 from megatron.oases.runtime.collectives import InFlight
 from megatron.oases.runtime.linear import DeferredGradients
 from megatron.oases.runtime.rng import RngStates
+from megatron.oases.schedule import Kind
 
 # What a part is given beside the hidden states: tokens, positions, masks, rotary embeddings.
 Inputs = dict[str, Tensor | None]
@@ -17,12 +18,13 @@ Inputs = dict[str, Tensor | None]
 
 @dataclass(slots=True)
 class Graph:
-    """The two autograd graphs of one part on one sub-batch. Tensors are [s, b, h]."""
+    """The two autograd graphs of one part on one sub-batch; their ends are edges, so that what is only passed through
+    does not stay alive."""
 
-    x: Tensor  # leaf: the part's input
+    x: Tensor  # leaf: the part's input [s, b, h]
     normed: GradientEdge  # end of the graph that begins at x
-    core_input: Tensor  # leaf: the norm's output, detached
-    partial: GradientEdge  # end of the graph that begins at core_input
+    core_input: Tensor | None = None  # leaf: the norm's output
+    partial: GradientEdge | None = None  # end of the graph that begins at core_input
 
 
 @dataclass(slots=True)
@@ -31,15 +33,16 @@ class Cell:
 
     inputs: Inputs
     keep_graph: bool = False
+    outgoing: dict[Kind, Tensor] = field(default_factory=dict)  # for each collective to start: what it is to work on
+    in_flight: dict[Kind, InFlight] = field(default_factory=dict)
     x: Tensor | None = None
-    partial: Tensor | None = None  # not reduced yet: the output, or the gradient of the core's input
-    in_flight: InFlight | None = None
+    graph: Graph | None = None
     bias: torch.nn.Parameter | None = None
     words: GradientEdge | None = None  # end of the graph of the word embeddings
+    join_graph: tuple[Tensor, GradientEdge] | None = None
     core_rng: RngStates | None = None
     join_rng: RngStates | None = None
-    join_graph: tuple[Tensor, GradientEdge] | None = None
-    graph: Graph | None = None
+    partial_dtype: torch.dtype | None = None
     residual_gradient: Tensor | None = None
     deferred: DeferredGradients = field(default_factory=list)
 
@@ -71,6 +74,7 @@ class Tape:
         self.labels = labels
         self.xs: list[Tensor | None] = list(xs) if xs is not None else [None] * sub_batches  # newest of each
         self.gradients: list[Tensor | None] = [None] * sub_batches  # newest of each
+        self.logits: list[Tensor | None] = [None] * sub_batches  # [s, b_i, vocabulary/t]
         self.loss: Tensor | None = None  # [b, s]
-        self.loss_graph: tuple[list[Tensor], GradientEdge] | None = None  # the logits' leaves, and the loss
+        self.loss_graph: GradientEdge | None = None  # end of the graph that begins at the logits
         self.loss_gradient: Tensor | None = None  # [b, s]

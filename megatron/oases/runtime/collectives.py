@@ -12,10 +12,14 @@ import torch.distributed as dist
 
 @dataclass(slots=True)
 class InFlight:
-    """A collective that was started. `work` is None where there was nothing to do."""
+    """A collective that was started. `work` is None where there was nothing to do.
+
+    `source` is what the collective reads: it must stay alive until the end.
+    """
 
     tensor: torch.Tensor
     work: dist.Work | None
+    source: torch.Tensor | None = None
 
     def is_completed(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -24,6 +28,7 @@ class InFlight:
         """Returns the reduced tensor, valid for what is issued next on the current stream."""
         if self.work is not None:
             self.work.wait()
+        self.source = None
         return self.tensor
 
 
@@ -48,3 +53,19 @@ class Collectives:
         if self.size == 1:
             return InFlight(tensor, None)
         return InFlight(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def all_gather(self, tensor: torch.Tensor) -> InFlight:
+        """Starts gathering `tensor` [s/t, ...] of every rank along the first dimension, to [s, ...]."""
+        if self.size == 1:
+            return InFlight(tensor, None)
+        gathered = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
+        work = dist.all_gather_into_tensor(gathered, tensor, group=self._group, async_op=True)
+        return InFlight(gathered, work, source=tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> InFlight:
+        """Starts summing `tensor` [s, ...] over the group; each rank gets its part [s/t, ...]."""
+        if self.size == 1:
+            return InFlight(tensor, None)
+        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        work = dist.reduce_scatter_tensor(part, tensor, group=self._group, async_op=True)
+        return InFlight(part, work, source=tensor)

@@ -26,23 +26,25 @@ class Embedding:
     """Word embeddings over the tensor-parallel vocabulary, positions, dropout.
 
     Args:
-        module: Megatron's embedding. Its own code runs, in two halves round the all-reduce.
+        module: Megatron's embedding. Its own code runs, in two halves round the collective.
         scheduling: shared with its vocabulary-parallel embedding.
     """
 
-    communicates_inside = False
+    # With sequence parallelism and learned positions, Megatron gathers a gradient inside its backward.
+    communicates_inside = True
 
     def __init__(self, module: LanguageModelEmbedding, scheduling: EmbeddingScheduling):
         self._module = module
         self._scheduling = scheduling
+        self.scatters = module.reduce_scatter_embeddings
 
-    def forward(self, cell: Cell) -> None:
-        """FORWARD: this rank's share of the word embeddings, into cell.partial [b, s, h]."""
+    def lookup(self, cell: Cell) -> Tensor:
+        """FORWARD: this rank's share of the word embeddings, [b, s, h], or [s, b, h] where it will be scattered."""
         with torch.set_grad_enabled(cell.keep_graph):
             partial = self._run(self._module.word_embeddings, cell.inputs["tokens"])
         if partial.requires_grad:
             cell.words = get_gradient_edge(partial)
-        cell.partial = partial.detach()
+        return partial.detach()
 
     def join(self, cell: Cell, reduced: Tensor) -> Tensor:
         """JOIN: positions and dropout, to the first block's x [s, b, h]."""
@@ -81,19 +83,20 @@ class Head(CutPart):
         super().__init__(**cut_arguments)
         self._loss = loss
 
-    def loss(self, tape: Tape, cells: list[Cell]) -> None:
-        """LOSS: tape.loss, from the logits in the cells."""
-        logits = [cell.partial.requires_grad_(tape.keep) for cell in cells]
+    def loss(self, tape: Tape) -> None:
+        """LOSS: tape.loss, from tape.logits."""
+        logits = [part.requires_grad_(tape.keep) for part in tape.logits]
         with torch.set_grad_enabled(tape.keep):
             loss = self._loss(tape.labels, torch.cat(logits, dim=1))
         if tape.keep:
-            tape.loss_graph = (logits, get_gradient_edge(loss))
+            tape.loss_graph = get_gradient_edge(loss)
+        else:
+            tape.logits = []
         tape.loss = loss.detach()
-        for cell in cells:
-            cell.partial = cell.x = None
 
     def loss_grad(self, tape: Tape) -> None:
         """LOSS_GRAD: the gradient of each sub-batch's logits, from that of the loss."""
-        (logits, end), tape.loss_graph = tape.loss_graph, None
-        torch.autograd.backward((end,), (tape.loss_gradient,))
-        tape.gradients = [leaf.grad for leaf in logits]
+        logits, tape.logits = tape.logits, []
+        torch.autograd.backward((tape.loss_graph,), (tape.loss_gradient,))
+        tape.loss_graph = None
+        tape.gradients = [part.grad for part in logits]

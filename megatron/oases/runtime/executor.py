@@ -5,14 +5,16 @@ a collective is still in flight, it runs operations that no gradient waits for, 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Cell, Tape
 from megatron.oases.runtime.collectives import Collectives, InFlight
 from megatron.oases.runtime.ends import Embedding, Head
-from megatron.oases.schedule import Kind, Operation
+from megatron.oases.schedule import AWAITS, Kind, Operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,105 +37,150 @@ class Executor:
         parts: the chain.
         collectives: those of the tensor-parallel group.
         filler: what may fill waits.
+        sequence_parallel: whether what lies between blocks is split along the sequence.
     """
-
-    def __init__(self, parts: Sequence[Embedding | Block | Head], collectives: Collectives, filler: Filler):
-        self._parts = parts
-        self._collectives = collectives
-        self._filler = filler
-
-    def run(self, order: Sequence[Operation], *tapes: Tape) -> None:
-        """Runs the list. `tapes` are the micro-batches that it deals with; what they hold is used up or filled in."""
-        _Run(self._parts, self._collectives, self._filler, order, tapes).run()
-
-
-class _Run:
-    """One run of a list, with the state of its filler."""
 
     def __init__(
         self,
         parts: Sequence[Embedding | Block | Head],
         collectives: Collectives,
         filler: Filler,
-        order: Sequence[Operation],
-        tapes: Sequence[Tape],
+        *,
+        sequence_parallel: bool,
     ):
         self._parts = parts
         self._collectives = collectives
         self._filler = filler
-        self._order = order
-        self._tapes = tapes
-        self._postponed: deque[Operation] = deque()
-        self._recomputes = deque(
-            op for op in order if op.kind is Kind.RECOMPUTE and not parts[op.place].communicates_inside
-        )
-        self._ahead: set[Operation] = set()
+        self._sequence_parallel = sequence_parallel
 
-    def run(self) -> None:
-        for operation in self._order:
-            if operation.kind is Kind.WGRAD and self._filler.max_postponed_wgrads:
-                self._postponed.append(operation)
-                if len(self._postponed) > self._filler.max_postponed_wgrads:
-                    self._run(self._postponed.popleft())
-            elif operation in self._ahead:
-                self._ahead.remove(operation)
-            else:
-                if operation.kind is Kind.RECOMPUTE and self._recomputes and self._recomputes[0] == operation:
-                    self._recomputes.popleft()
-                if operation.kind.waits:
-                    self._fill(self._cell(operation).in_flight)
-                self._run(operation)
-        while self._postponed:
-            self._run(self._postponed.popleft())
+    def run(self, order: Sequence[Operation], *tapes: Tape) -> None:
+        """Runs the list. `tapes` are the micro-batches that it deals with; what they hold is used up or filled in."""
+        filling = _Filling(order, self._parts, self._filler)
+        for operation in order:
+            if filling.takes(operation):
+                continue
+            cell = tapes[operation.micro_batch].cells[operation.place, operation.sub_batch]
+            awaited = cell.in_flight.get(AWAITS.get(operation.kind))
+            while awaited is not None and not awaited.is_completed():
+                filler = filling.next(tapes)
+                if filler is None:
+                    break
+                self._run(filler, tapes[filler.micro_batch])
+            self._run(operation, tapes[operation.micro_batch])
+            while filling.is_full:
+                self._run(filling.postponed.popleft(), tapes[0])
+        while filling.postponed:
+            self._run(filling.postponed.popleft(), tapes[0])
 
-    def _fill(self, awaited: InFlight) -> None:
-        """Runs filler until the collective has ended or there is no filler left."""
-        while not awaited.is_completed():
-            if self._postponed:
-                self._run(self._postponed.popleft())
-            elif self._recomputes and len(self._ahead) < self._filler.max_recomputes_ahead:
-                operation = self._recomputes.popleft()
-                self._ahead.add(operation)
-                self._run(operation)
-            else:
-                return
-
-    def _cell(self, operation: Operation) -> Cell:
-        return self._tapes[operation.micro_batch].cells[operation.place, operation.sub_batch]
-
-    def _run(self, operation: Operation) -> None:
-        part, cell, i = self._parts[operation.place], self._cell(operation), operation.sub_batch
-        tape = self._tapes[operation.micro_batch]
+    def _run(self, operation: Operation, tape: Tape) -> None:
+        part, i = self._parts[operation.place], operation.sub_batch
+        cell = tape.cells[operation.place, i]
         match operation.kind:
+            case Kind.FORWARD if isinstance(part, Embedding):
+                cell.outgoing[Kind.REDUCE] = part.lookup(cell)
+            case Kind.NORM:
+                cell.outgoing[Kind.GATHER] = self._norm(part, cell, tape, i)
             case Kind.FORWARD:
-                cell.x, tape.xs[i] = tape.xs[i], None
-                part.forward(cell)
-            case Kind.REDUCE | Kind.REDUCE_GRAD:
-                partial, cell.partial = cell.partial, None
-                cell.in_flight = self._collectives.all_reduce(partial.contiguous())
+                core_input = _waited_for(cell, Kind.GATHER)
+                output = part.core(cell, self._norm(part, cell, tape, i) if core_input is None else core_input)
+                if isinstance(part, Head):
+                    tape.logits[i], cell.x = output, None
+                else:
+                    cell.outgoing[Kind.REDUCE] = output
             case Kind.JOIN:
-                in_flight, cell.in_flight = cell.in_flight, None
-                tape.xs[i] = part.join(cell, in_flight.wait())
+                tape.xs[i] = part.join(cell, _waited_for(cell, Kind.REDUCE))
                 if not tape.keep:
                     cell.x = None
             case Kind.LOSS:
-                part.loss(tape, self._cells(operation))
+                part.loss(tape)
             case Kind.LOSS_GRAD:
                 part.loss_grad(tape)
+            case Kind.RENORM:
+                cell.outgoing[Kind.REGATHER] = part.renorm(cell)
             case Kind.RECOMPUTE:
-                part.recompute(cell)
+                core_input = _waited_for(cell, Kind.REGATHER)
+                part.recompute(cell, part.renorm(cell) if core_input is None else core_input)
+            case Kind.JOIN_GRAD:
+                cell.outgoing[Kind.GATHER_GRAD] = self._join_grad(part, cell, tape, i)
             case Kind.DGRAD:
-                gradient, tape.gradients[i] = tape.gradients[i], None
-                part.dgrad(cell, gradient)
+                gradient = _waited_for(cell, Kind.GATHER_GRAD)
+                if gradient is None:
+                    gradient = self._join_grad(part, cell, tape, i)
+                cell.outgoing[Kind.REDUCE_GRAD] = part.dgrad(cell, gradient)
             case Kind.WGRAD if isinstance(part, Embedding):
-                part.wgrad_of_all(tape, self._cells(operation))
+                part.wgrad_of_all(tape, [tape.cells[operation.place, i] for i in range(len(tape.batch_sizes))])
             case Kind.WGRAD:
                 part.wgrad(cell)
             case Kind.NORM_GRAD:
-                in_flight, cell.in_flight = cell.in_flight, None
-                tape.gradients[i] = part.norm_grad(cell, in_flight.wait())
+                tape.gradients[i] = part.norm_grad(cell, _waited_for(cell, Kind.REDUCE_GRAD))
+            case communication:
+                assert communication.is_communication
+                tensor = cell.outgoing.pop(communication).contiguous()
+                cell.in_flight[communication] = self._started(communication, part)(tensor)
 
-    def _cells(self, operation: Operation) -> list[Cell]:
-        tape = self._tapes[operation.micro_batch]
-        return [tape.cells[operation.place, i] for i in range(len(tape.batch_sizes))]
+    def _started(self, communication: Kind, part: Embedding | Block | Head) -> Callable[[Tensor], InFlight]:
+        if communication in (Kind.GATHER, Kind.REGATHER, Kind.GATHER_GRAD):
+            return self._collectives.all_gather
+        scatters = part.scatters if isinstance(part, Embedding) else self._sequence_parallel
+        return self._collectives.reduce_scatter if scatters else self._collectives.all_reduce
 
+    @staticmethod
+    def _norm(part: Block | Head, cell: Cell, tape: Tape, i: int) -> Tensor:
+        cell.x, tape.xs[i] = tape.xs[i], None
+        return part.norm(cell)
+
+    @staticmethod
+    def _join_grad(part: Block | Head, cell: Cell, tape: Tape, i: int) -> Tensor:
+        gradient, tape.gradients[i] = tape.gradients[i], None
+        return part.join_grad(cell, gradient)
+
+
+def _waited_for(cell: Cell, communication: Kind) -> Tensor | None:
+    """What the collective brought; None where the schedule has no such collective."""
+    in_flight = cell.in_flight.pop(communication, None)
+    return in_flight.wait() if in_flight is not None else None
+
+
+class _Filling:
+    """The filler of one run of a list."""
+
+    def __init__(self, order: Sequence[Operation], parts: Sequence[Embedding | Block | Head], filler: Filler):
+        self._parts = parts
+        self._gathers = any(op.kind is Kind.REGATHER for op in order)
+        self._filler = filler
+        self.postponed: deque[Operation] = deque()
+        self._recomputes = deque(op for op in order if op.kind is Kind.RECOMPUTE and self._may_move(op))
+        self._ahead: set[Operation] = set()
+
+    def _may_move(self, operation: Operation) -> bool:
+        return not self._parts[operation.place].communicates_inside
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.postponed) > self._filler.max_postponed_wgrads
+
+    def takes(self, operation: Operation) -> bool:
+        """Whether the operation, whose turn it is, need not run now: it ran ahead, or may wait for a gap."""
+        if operation in self._ahead:
+            self._ahead.remove(operation)
+            return True
+        if self._recomputes and operation == self._recomputes[0]:
+            self._recomputes.popleft()
+        if operation.kind is Kind.WGRAD and self._filler.max_postponed_wgrads and self._may_move(operation):
+            self.postponed.append(operation)
+            return True
+        return False
+
+    def next(self, tapes: Sequence[Tape]) -> Operation | None:
+        """What to run while waiting, if there is anything."""
+        if self.postponed:
+            return self.postponed.popleft()
+        if not self._recomputes or len(self._ahead) >= self._filler.max_recomputes_ahead:
+            return None
+        operation = self._recomputes[0]
+        cell = tapes[operation.micro_batch].cells[operation.place, operation.sub_batch]
+        gathered = cell.in_flight.get(Kind.REGATHER)
+        if self._gathers and (gathered is None or not gathered.is_completed()):
+            return None
+        self._ahead.add(self._recomputes.popleft())
+        return operation

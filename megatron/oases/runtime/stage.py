@@ -1,8 +1,10 @@
 """A GPT, or the pipeline stage of one, under a schedule: one autograd function around the whole chain."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -11,7 +13,7 @@ from megatron.oases.runtime.cell import Cell, Inputs, Tape
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, Head
 from megatron.oases.runtime.executor import Executor, Filler
-from megatron.oases.schedule import Part, Schedule, build_oases_schedule, validate
+from megatron.oases.schedule import Layout, Operation, Part, Schedule, build_oases_schedule, validate
 
 _CUT_WITH_BATCH = ("tokens", "positions", "attention_mask")
 
@@ -25,6 +27,7 @@ class ScheduledStage:
         sub_batches: number of sub-batches of a micro-batch in training.
         collectives: those of the tensor-parallel group.
         filler: what may fill waits.
+        sequence_parallel: whether what lies between blocks is split along the sequence.
         micro_batches: tells, during training, how many micro-batches the present iteration has.
         last_apart: whether the last micro-batch's forward pass may not be interleaved.
     """
@@ -37,13 +40,15 @@ class ScheduledStage:
         sub_batches: int,
         collectives: Collectives,
         filler: Filler,
+        sequence_parallel: bool,
         micro_batches: Callable[[], int],
         last_apart: bool,
     ):
         blocks = iter(recompute)
         self._chain = tuple(_kind_of(part, blocks) for part in parts)
         self._sub_batches = sub_batches
-        self._executor = Executor(parts, collectives, filler)
+        self._sequence_parallel = sequence_parallel
+        self._executor = Executor(parts, collectives, filler, sequence_parallel=sequence_parallel)
         self._schedules: dict[int, Schedule] = {}
         self.schedule = self._schedule_for(sub_batches)
         has_both_ends = self._chain[0] is Part.EMBEDDING and self._chain[-1] is Part.HEAD
@@ -76,12 +81,12 @@ class ScheduledStage:
         schedule = self._schedule_for(len(tape.batch_sizes))
         put_off = self._interleaving.begin(tape) if keep else None
         if put_off is None:
-            self._executor.run(schedule.forward, tape)
+            self._run(schedule.forward, tape)
         elif len(put_off.batch_sizes) == len(tape.batch_sizes):
-            self._executor.run(schedule.steady, put_off, tape)
+            self._run(schedule.steady, put_off, tape)
         else:
             self._run_backward(put_off)
-            self._executor.run(schedule.forward, tape)
+            self._run(schedule.forward, tape)
         if tape.loss is not None:
             output, tape.loss = tape.loss, None
         else:
@@ -100,7 +105,12 @@ class ScheduledStage:
         return torch.cat(tape.gradients, dim=1) if self._chain[0] is not Part.EMBEDDING else None
 
     def _run_backward(self, tape: Tape) -> None:
-        self._executor.run(self._schedule_for(len(tape.batch_sizes)).backward, tape)
+        self._run(self._schedule_for(len(tape.batch_sizes)).backward, tape)
+
+    def _run(self, order: Sequence[Operation], *tapes: Tape) -> None:
+        # Each rank has its own part of the sequence, and so draws its own dropout masks, as in Megatron.
+        with get_cuda_rng_tracker().fork() if self._sequence_parallel else nullcontext():
+            self._executor.run(order, *tapes)
 
     def _tape(self, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None, *, keep: bool) -> Tape:
         samples = hidden_states.shape[1] if hidden_states is not None else inputs["tokens"].shape[0]
@@ -118,7 +128,10 @@ class ScheduledStage:
 
     def _schedule_for(self, sub_batches: int) -> Schedule:
         if sub_batches not in self._schedules:
-            schedule = build_oases_schedule(chain=self._chain, sub_batches=sub_batches)
+            layout = Layout(
+                chain=self._chain, sub_batches=sub_batches, sequence_parallel=self._sequence_parallel
+            )
+            schedule = build_oases_schedule(layout)
             validate(schedule)
             self._schedules[sub_batches] = schedule
         return self._schedules[sub_batches]

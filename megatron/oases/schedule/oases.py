@@ -8,85 +8,97 @@ micro-batch, which has more computation than communication, is interleaved with 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
-from megatron.oases.schedule.operation import Kind, Operation, Part, Schedule
+from megatron.oases.schedule.operation import Kind, Layout, Operation, Part, Schedule
 
 
-def build_oases_schedule(*, chain: Sequence[Part], sub_batches: int) -> Schedule:
-    """Builds the order for a chain of parts.
-
-    Args:
-        chain: the parts of the pipeline stage.
-        sub_batches: number of sub-batches, at least 1 (with 1 nothing is there to hide behind but weight gradients).
-    """
-    if not any(part.is_block for part in chain):
-        raise ValueError("a schedule needs at least one block")
-    if sub_batches < 1:
-        raise ValueError(f"sub_batches is {sub_batches}, must be at least 1")
-    chain = tuple(chain)
-    forward, backward = _forward(chain, sub_batches), _backward(chain, sub_batches)
+def build_oases_schedule(layout: Layout) -> Schedule:
+    """Builds the order for one pipeline stage."""
+    forward, backward = _forward(layout), _backward(layout)
     return Schedule(
         name="oases",
-        chain=chain,
-        sub_batches=sub_batches,
+        layout=layout,
         forward=tuple(forward),
         backward=tuple(backward),
         steady=tuple(_interleave(backward, forward)),
     )
 
 
-def _forward(chain: tuple[Part, ...], sub_batches: int) -> list[Operation]:
-    order = []
-    for place, part in enumerate(chain):
-        for i in range(sub_batches):
-            if place > 0:
-                order.append(Operation(Kind.JOIN, place - 1, i))
-            order.append(Operation(Kind.FORWARD, place, i))
-            if part is not Part.HEAD:
-                order.append(Operation(Kind.REDUCE, place, i))
-    last = len(chain) - 1
-    if chain[last] is Part.HEAD:
+def _forward(layout: Layout) -> list[Operation]:
+    order, last = [], len(layout.chain) - 1
+    for place in range(len(layout.chain)):
+        # Up to its own last collective; what waits for that stands at the beginning of the next part.
+        kinds = [kind for kind in layout.forward_kinds(place) if kind is not Kind.JOIN]
+        joins = [(Kind.JOIN, place - 1)] if place > 0 else []
+        order += _in_turns(layout, [*joins, *((kind, place) for kind in kinds)])
+    if layout.chain[last] is Part.HEAD:
         order.append(Operation(Kind.LOSS, last))
     else:
-        order += [Operation(Kind.JOIN, last, i) for i in range(sub_batches)]
+        order += _in_turns(layout, [(Kind.JOIN, last)])
     return order
 
 
-def _backward(chain: tuple[Part, ...], sub_batches: int) -> list[Operation]:
-    last = len(chain) - 1
-    order = [Operation(Kind.LOSS_GRAD, last)] if chain[last] is Part.HEAD else []
-    first = 1 if chain[0] is Part.EMBEDDING else 0
+def _backward(layout: Layout) -> list[Operation]:
+    last = len(layout.chain) - 1
+    first = 1 if layout.chain[0] is Part.EMBEDDING else 0
+
+    def regather(place: int) -> list[tuple[Kind, int]]:
+        return [(kind, place) for kind in layout.recompute_kinds(place) if kind is not Kind.RECOMPUTE]
+
+    order = [Operation(Kind.LOSS_GRAD, last)] if layout.chain[last] is Part.HEAD else []
+    order += _in_turns(layout, regather(last))
     for place in range(last, first - 1, -1):
-        for i in range(sub_batches):
-            # RECOMPUTE needs no gradient: it stands before the wait for the part above, and hides that collective.
-            if chain[place] is Part.RECOMPUTED_BLOCK:
-                order.append(Operation(Kind.RECOMPUTE, place, i))
-            if place < last:
-                order.append(Operation(Kind.NORM_GRAD, place + 1, i))
-            order.append(Operation(Kind.DGRAD, place, i))
-            order.append(Operation(Kind.REDUCE_GRAD, place, i))
-            order.append(Operation(Kind.WGRAD, place, i))
-    order += [Operation(Kind.NORM_GRAD, first, i) for i in range(sub_batches)]
-    if chain[0] is Part.EMBEDDING:
+        # Recomputation needs no gradient: RECOMPUTE stands before the wait for the part above, and hides that
+        # collective; what it gathers is on its way while the part above goes through its core.
+        kinds = [(kind, place) for kind in layout.recompute_kinds(place) if kind is Kind.RECOMPUTE]
+        if place < last:
+            kinds.append((Kind.NORM_GRAD, place + 1))
+        for kind in layout.backward_kinds(place):
+            if kind is Kind.DGRAD and place > first:
+                kinds += regather(place - 1)
+            if kind is not Kind.NORM_GRAD:
+                kinds.append((kind, place))
+        order += _in_turns(layout, kinds)
+    order += _in_turns(layout, [(Kind.NORM_GRAD, first)])
+    if layout.chain[0] is Part.EMBEDDING:
         order.append(Operation(Kind.WGRAD, 0))
     return order
 
 
+def _in_turns(layout: Layout, kinds: Iterable[tuple[Kind, int]]) -> Iterator[Operation]:
+    """The same operations for every sub-batch, which take turns whenever one has started a collective.
+
+    What follows the last collective goes with it: weight gradients stand right behind the collective that they hide.
+    """
+    runs = _up_to_collectives(kinds, is_communication=lambda entry: entry[0].is_communication)
+    if len(runs) > 1 and all(kind is Kind.WGRAD for kind, _ in runs[-1]):
+        weight_gradients = runs.pop()
+        runs[-1] += weight_gradients
+    for run in runs:
+        for i in range(layout.sub_batches):
+            for kind, place in run:
+                yield Operation(kind, place, i)
+
+
 def _interleave(backward: Sequence[Operation], forward: Sequence[Operation]) -> Iterator[Operation]:
     """Takes turns between the passes, from one collective to the next. The forward pass is that of micro-batch 1."""
+
+    def runs(order: Sequence[Operation]) -> list[list[Operation]]:
+        return _up_to_collectives(order, is_communication=lambda operation: operation.kind.is_communication)
+
     next_forward = [dataclasses.replace(operation, micro_batch=1) for operation in forward]
-    for ours, theirs in zip_longest(_up_to_collectives(backward), _up_to_collectives(next_forward), fillvalue=()):
+    for ours, theirs in zip_longest(runs(backward), runs(next_forward), fillvalue=()):
         yield from ours
         yield from theirs
 
 
-def _up_to_collectives(order: Sequence[Operation]) -> Iterator[list[Operation]]:
-    run = []
-    for operation in order:
-        run.append(operation)
-        if operation.kind.is_communication:
-            yield run
-            run = []
-    yield run
+def _up_to_collectives(entries: Iterable, *, is_communication) -> list[list]:
+    """Cuts a list behind each collective."""
+    runs = [[]]
+    for entry in entries:
+        runs[-1].append(entry)
+        if is_communication(entry):
+            runs.append([])
+    return [run for run in runs if run]

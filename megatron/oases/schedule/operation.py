@@ -31,24 +31,37 @@ class Kind(Enum):
     """What an operation does. The value is its name in text."""
 
     FORWARD = "forward"  # norm and core: the part's partial output (the head's is its share of the logits)
-    REDUCE = "reduce"  # starts the all-reduce of the partial output
+    REDUCE = "reduce"  # starts the all-reduce (reduce-scatter) of the partial output
     JOIN = "join"  # waits for it; bias, dropout, residual (the embedding's: positions, dropout)
     LOSS = "loss"  # one cross-entropy over all sub-batches' logits
     LOSS_GRAD = "loss_grad"  # gradient of the loss, to the logits
     RECOMPUTE = "recompute"  # norm and core again from the kept x, without the row-parallel GEMM
     DGRAD = "dgrad"  # gradient through bias-dropout-add and core, to the core's input
-    REDUCE_GRAD = "reduce_grad"  # starts the all-reduce of that gradient
+    REDUCE_GRAD = "reduce_grad"  # starts the all-reduce (reduce-scatter) of that gradient
     WGRAD = "wgrad"  # weight gradients; nothing in the chain waits for them
     NORM_GRAD = "norm_grad"  # waits for the reduced gradient; through the norm, plus the residual's gradient
 
-    @property
-    def is_communication(self) -> bool:
-        return self in (Kind.REDUCE, Kind.REDUCE_GRAD)
+    # With sequence parallelism only. There FORWARD, RECOMPUTE and DGRAD wait for what is gathered, and begin behind it.
+    NORM = "norm"  # the norm, on this rank's part of the sequence
+    GATHER = "gather"  # starts the all-gather of its output
+    RENORM = "renorm"  # the norm again, from the kept x
+    REGATHER = "regather"  # starts the all-gather of its output, for RECOMPUTE and the weight gradient
+    JOIN_GRAD = "join_grad"  # gradient through bias-dropout-add
+    GATHER_GRAD = "gather_grad"  # starts the all-gather of it
 
     @property
-    def waits(self) -> bool:
-        """Whether it starts by waiting for a collective of its own part and sub-batch."""
-        return self in (Kind.JOIN, Kind.NORM_GRAD)
+    def is_communication(self) -> bool:
+        return self in AWAITS.values()
+
+
+# What each computing operation waits for, if it was started.
+AWAITS = {
+    Kind.JOIN: Kind.REDUCE,
+    Kind.NORM_GRAD: Kind.REDUCE_GRAD,
+    Kind.FORWARD: Kind.GATHER,
+    Kind.RECOMPUTE: Kind.REGATHER,
+    Kind.DGRAD: Kind.GATHER_GRAD,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +82,141 @@ class Operation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What an order is made for.
+
+    Args:
+        chain: the parts of the pipeline stage, in the order of the forward pass.
+        sub_batches: number of sub-batches a micro-batch is cut into, along the batch dimension. With 1 nothing is there
+            to hide a collective behind but weight gradients.
+        sequence_parallel: whether what lies between blocks is split along the sequence.
+    """
+
+    chain: tuple[Part, ...]
+    sub_batches: int
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if not any(part.is_block for part in self.chain):
+            raise ValueError("a schedule needs at least one block")
+        if self.sub_batches < 1:
+            raise ValueError(f"sub_batches is {self.sub_batches}, must be at least 1")
+        for place, part in enumerate(self.chain):
+            if part is Part.EMBEDDING and place != 0 or part is Part.HEAD and place != len(self.chain) - 1:
+                raise ValueError(f"the {part.value} stands at place {place} of {len(self.chain)}")
+
+    def forward_kinds(self, place: int) -> tuple[Kind, ...]:
+        """The operations of a part in the forward pass, in order, for each sub-batch."""
+        gather = (Kind.NORM, Kind.GATHER) if self._gathers(place) else ()
+        ends = () if self.chain[place] is Part.HEAD else (Kind.REDUCE, Kind.JOIN)
+        return gather + (Kind.FORWARD,) + ends
+
+    def recompute_kinds(self, place: int) -> tuple[Kind, ...]:
+        """The operations that recompute a part, in order, for each sub-batch."""
+        if self.chain[place] is not Part.RECOMPUTED_BLOCK:
+            return ()
+        gather = (Kind.RENORM, Kind.REGATHER) if self._gathers(place) else ()
+        return gather + (Kind.RECOMPUTE,)
+
+    def backward_kinds(self, place: int) -> tuple[Kind, ...]:
+        """The operations of a part in the backward pass, in order, for each sub-batch."""
+        if self.chain[place] is Part.EMBEDDING:
+            return ()
+        gathers = self._gathers(place) and self.chain[place] is not Part.HEAD
+        gather = (Kind.JOIN_GRAD, Kind.GATHER_GRAD) if gathers else ()
+        return gather + (Kind.DGRAD, Kind.REDUCE_GRAD, Kind.WGRAD, Kind.NORM_GRAD)
+
+    def _gathers(self, place: int) -> bool:
+        return self.sequence_parallel and self.chain[place] is not Part.EMBEDDING
+
+    def forward_operations(self) -> set[Operation]:
+        """All that the forward pass of one micro-batch consists of."""
+        joint = {Operation(Kind.LOSS, place) for place, part in enumerate(self.chain) if part is Part.HEAD}
+        return joint | self._each(self.forward_kinds)
+
+    def backward_operations(self) -> set[Operation]:
+        """All that the backward pass of one micro-batch consists of."""
+        joint = {Operation(Kind.LOSS_GRAD, place) for place, part in enumerate(self.chain) if part is Part.HEAD}
+        joint |= {Operation(Kind.WGRAD, place) for place, part in enumerate(self.chain) if part is Part.EMBEDDING}
+        return joint | self._each(self.recompute_kinds) | self._each(self.backward_kinds)
+
+    def _each(self, kinds) -> set[Operation]:
+        return {
+            Operation(kind, place, i)
+            for place in range(len(self.chain))
+            for kind in kinds(place)
+            for i in range(self.sub_batches)
+        }
+
+    def dependencies(self, operation: Operation) -> tuple[Operation, ...]:
+        """The operations that must come before `operation` on the same rank, within its own pass.
+
+        Only direct ones: what follows from them by transitivity is left out. A pass begins with what it is given: the
+        tokens or the previous stage's output, the gradient of the loss or of the stage's output.
+        """
+        place, part = operation.place, self.chain[operation.place]
+
+        def at(kind: Kind, place: int = place, sub_batch: int = operation.sub_batch) -> Operation:
+            return Operation(kind, place, sub_batch, operation.micro_batch)
+
+        def of_all(kind: Kind, place: int) -> tuple[Operation, ...]:
+            return tuple(at(kind, place, i) for i in range(self.sub_batches))
+
+        def upstream() -> tuple[Operation, ...]:
+            if part is Part.HEAD:
+                return (at(Kind.LOSS_GRAD, place, 0),)
+            return (at(Kind.NORM_GRAD, place + 1),) if place + 1 < len(self.chain) else ()
+
+        match operation.kind:
+            case kind if kind is self.forward_kinds(place)[0]:
+                return (at(Kind.JOIN, place - 1),) if place > 0 else ()
+            case Kind.GATHER:
+                return (at(Kind.NORM),)
+            case Kind.FORWARD:
+                return (at(Kind.GATHER),)
+            case Kind.REDUCE:
+                return (at(Kind.FORWARD),)
+            case Kind.JOIN:
+                return (at(Kind.REDUCE),)
+            case Kind.LOSS:
+                return of_all(Kind.FORWARD, place)
+            case Kind.LOSS_GRAD | Kind.RENORM:
+                return ()
+            case Kind.REGATHER:
+                return (at(Kind.RENORM),)
+            case Kind.RECOMPUTE:
+                return (at(Kind.REGATHER),) if self._gathers(place) else ()
+            case Kind.JOIN_GRAD:
+                return upstream()
+            case Kind.GATHER_GRAD:
+                return (at(Kind.JOIN_GRAD),)
+            case Kind.DGRAD:
+                gathers = Kind.GATHER_GRAD in self.backward_kinds(place)
+                recomputed = (at(Kind.RECOMPUTE),) if part is Part.RECOMPUTED_BLOCK else ()
+                return recomputed + ((at(Kind.GATHER_GRAD),) if gathers else upstream())
+            case Kind.WGRAD if part is Part.EMBEDDING:
+                return of_all(Kind.NORM_GRAD, place + 1)
+            case Kind.REDUCE_GRAD | Kind.WGRAD:
+                return (at(Kind.DGRAD),)
+            case Kind.NORM_GRAD:
+                return (at(Kind.REDUCE_GRAD),)
+        raise AssertionError(f"no dependencies known for {operation}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The order of operations.
 
     Args:
         name: the schedule's name, as `--oases-schedule` takes it.
-        chain: the parts, in the order of the forward pass.
-        sub_batches: number of sub-batches a micro-batch is cut into, along the batch dimension.
+        layout: what the order is made for.
         forward: the forward pass of one micro-batch.
         backward: the backward pass of one micro-batch.
         steady: the backward pass of micro-batch 0 together with the forward pass of micro-batch 1.
     """
 
     name: str
-    chain: tuple[Part, ...]
-    sub_batches: int
+    layout: Layout
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     steady: tuple[Operation, ...]
@@ -97,66 +230,3 @@ class Schedule:
 def collectives(order: Iterable[Operation]) -> list[Operation]:
     """The collectives of a list, in the order in which every rank starts them."""
     return [operation for operation in order if operation.kind.is_communication]
-
-
-def forward_operations(chain: tuple[Part, ...], sub_batches: int) -> set[Operation]:
-    """All that the forward pass of one micro-batch consists of."""
-    operations = set()
-    for place, part in enumerate(chain):
-        kinds = (Kind.FORWARD,) if part is Part.HEAD else (Kind.FORWARD, Kind.REDUCE, Kind.JOIN)
-        operations |= {Operation(kind, place, i) for kind in kinds for i in range(sub_batches)}
-        if part is Part.HEAD:
-            operations.add(Operation(Kind.LOSS, place))
-    return operations
-
-
-def backward_operations(chain: tuple[Part, ...], sub_batches: int) -> set[Operation]:
-    """All that the backward pass of one micro-batch consists of."""
-    operations = set()
-    for place, part in enumerate(chain):
-        if part is Part.EMBEDDING:
-            operations.add(Operation(Kind.WGRAD, place))
-            continue
-        kinds = [Kind.DGRAD, Kind.REDUCE_GRAD, Kind.WGRAD, Kind.NORM_GRAD]
-        if part is Part.RECOMPUTED_BLOCK:
-            kinds.append(Kind.RECOMPUTE)
-        operations |= {Operation(kind, place, i) for kind in kinds for i in range(sub_batches)}
-        if part is Part.HEAD:
-            operations.add(Operation(Kind.LOSS_GRAD, place))
-    return operations
-
-
-def dependencies(operation: Operation, chain: tuple[Part, ...], sub_batches: int) -> tuple[Operation, ...]:
-    """The operations that must come before `operation` on the same rank, within its own pass.
-
-    Only direct ones: what follows from them by transitivity is left out. A pass begins with what it is given: the tokens
-    or the previous stage's output, the gradient of the loss or of the stage's output.
-    """
-    place, part = operation.place, chain[operation.place]
-
-    def at(kind: Kind, place: int, sub_batch: int = operation.sub_batch) -> Operation:
-        return Operation(kind, place, sub_batch, operation.micro_batch)
-
-    match operation.kind:
-        case Kind.FORWARD:
-            return (at(Kind.JOIN, place - 1),) if place > 0 else ()
-        case Kind.REDUCE:
-            return (at(Kind.FORWARD, place),)
-        case Kind.JOIN:
-            return (at(Kind.REDUCE, place),)
-        case Kind.LOSS:
-            return tuple(at(Kind.FORWARD, place, i) for i in range(sub_batches))
-        case Kind.LOSS_GRAD | Kind.RECOMPUTE:
-            return ()
-        case Kind.DGRAD if part is Part.HEAD:
-            return (at(Kind.LOSS_GRAD, place, 0),)
-        case Kind.DGRAD:
-            upstream = (at(Kind.NORM_GRAD, place + 1),) if place + 1 < len(chain) else ()
-            return upstream + ((at(Kind.RECOMPUTE, place),) if part is Part.RECOMPUTED_BLOCK else ())
-        case Kind.WGRAD if part is Part.EMBEDDING:
-            return tuple(at(Kind.NORM_GRAD, place + 1, i) for i in range(sub_batches))
-        case Kind.REDUCE_GRAD | Kind.WGRAD:
-            return (at(Kind.DGRAD, place),)
-        case Kind.NORM_GRAD:
-            return (at(Kind.REDUCE_GRAD, place),)
-    raise AssertionError(f"no dependencies known for {operation}")

@@ -4,14 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron.oases.schedule.operation import (
-    Operation,
-    Part,
-    Schedule,
-    backward_operations,
-    dependencies,
-    forward_operations,
-)
+from megatron.oases.schedule.operation import Layout, Operation, Schedule
 
 
 class ScheduleError(ValueError):
@@ -24,18 +17,15 @@ def validate(schedule: Schedule) -> None:
     Raises:
         ScheduleError: names the first operation at fault and shows its surroundings.
     """
-    chain, sub_batches = schedule.chain, schedule.sub_batches
-    for place, part in enumerate(chain):
-        if part is Part.EMBEDDING and place != 0 or part is Part.HEAD and place != len(chain) - 1:
-            raise ScheduleError(f"the {part.value} stands at place {place} of {len(chain)}")
-    forward, backward = forward_operations(chain, sub_batches), backward_operations(chain, sub_batches)
+    layout = schedule.layout
+    forward, backward = layout.forward_operations(), layout.backward_operations()
     next_forward = {dataclasses.replace(operation, micro_batch=1) for operation in forward}
-    _check("forward", schedule.forward, forward, schedule)
-    _check("backward", schedule.backward, backward, schedule)
-    _check("steady", schedule.steady, backward | next_forward, schedule)
+    _check("forward", schedule.forward, forward, layout)
+    _check("backward", schedule.backward, backward, layout)
+    _check("steady", schedule.steady, backward | next_forward, layout)
 
 
-def _check(name: str, order: Sequence[Operation], expected: set[Operation], schedule: Schedule) -> None:
+def _check(name: str, order: Sequence[Operation], expected: set[Operation], layout: Layout) -> None:
     for operation, count in Counter(order).items():
         if operation not in expected:
             raise ScheduleError(f"{operation} does not belong in the {name} list")
@@ -45,7 +35,7 @@ def _check(name: str, order: Sequence[Operation], expected: set[Operation], sche
         raise ScheduleError(f"missing in the {name} list: {', '.join(sorted(map(str, missing)))}")
     done: set[Operation] = set()
     for place, operation in enumerate(order):
-        for needed in dependencies(operation, schedule.chain, schedule.sub_batches):
+        for needed in layout.dependencies(operation):
             if needed not in done:
                 raise ScheduleError(f"{operation} comes before {needed} in the {name} list: {_excerpt(order, place)}")
         done.add(operation)
