@@ -34,6 +34,10 @@ def build(case: ModelCase, seed: int = 17):
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     from megatron.core import parallel_state
 
+    from oases_patches import torch_norm
+
+    torch_norm.apply()
+
     settings = dict(
         num_layers=case.layers,
         hidden_size=case.hidden,

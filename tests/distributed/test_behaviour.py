@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.models import ModelCase, assert_close, batch, build, step
-from tests.distributed.test_exactness import FULL, SELECTIVE
+from tests.distributed.test_exactness import FULL, SELECTIVE, SP
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.2)
 
@@ -28,19 +28,20 @@ def _step_with_dropout(config: dict) -> tuple[float, dict[str, torch.Tensor], to
     return loss, gradients, torch.rand(4)
 
 
-def _recomputation_equals_none(rank: int):
-    without = _step_with_dropout({})
+def _recomputation_equals_none(rank: int, config: dict):
+    without = _step_with_dropout(config)
     assert step(_scheduled(ModelCase(rope=True)), batch(ModelCase(rope=True)))[0] != without[0], "nothing was dropped"
-    for config in (FULL, SELECTIVE):
-        recomputed = _step_with_dropout(config)
+    for recompute in (FULL, SELECTIVE):
+        recomputed = _step_with_dropout({**config, **recompute})
         assert recomputed[0] == without[0]
         for name, gradient in without[1].items():
             assert torch.equal(recomputed[1][name], gradient), name
         assert torch.equal(recomputed[2], without[2]), "the random state after the step differs"
 
 
-def test_with_dropout_recomputation_equals_none_bit_for_bit(world2):
-    world2.run(_recomputation_equals_none)
+@pytest.mark.parametrize("config", [{}, SP], ids=["plain", "sequence parallel"])
+def test_with_dropout_recomputation_equals_none_bit_for_bit(world2, config):
+    world2.run(_recomputation_equals_none, config=config)
 
 
 def _recorded_collectives(case: ModelCase, delayed: bool) -> tuple[list[tuple], dict[str, torch.Tensor]]:

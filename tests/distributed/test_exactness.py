@@ -31,6 +31,19 @@ CASES = {
 }
 
 
+SP = dict(sequence_parallel=True)
+SEQUENCE_PARALLEL_CASES = {
+    "plain": ModelCase(config=SP),
+    "full": ModelCase(config={**SP, **FULL}),
+    "block": ModelCase(config={**SP, **BLOCK}),
+    "llama_full": ModelCase(
+        rope=True, rmsnorm=True, tied=False, config={**SP, **SWIGLU, **FULL, "num_query_groups": 2}
+    ),
+    "rope_tied": ModelCase(rope=True, config=SP),
+    "odd_batch": ModelCase(batch=3, rope=True, config={**SP, **FULL}),
+}
+
+
 def _both(rank: int, case: ModelCase, sub_batches: int):
     from megatron.oases.runtime import attach_schedule
 
@@ -46,6 +59,12 @@ def _both(rank: int, case: ModelCase, sub_batches: int):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_vanilla(world2, name, sub_batches):
     world2.run(_both, case=CASES[name], sub_batches=sub_batches)
+
+
+@pytest.mark.parametrize("sub_batches", [2, 3])
+@pytest.mark.parametrize("name", SEQUENCE_PARALLEL_CASES)
+def test_equals_vanilla_with_sequence_parallelism(world2, name, sub_batches):
+    world2.run(_both, case=SEQUENCE_PARALLEL_CASES[name], sub_batches=sub_batches)
 
 
 @pytest.mark.parametrize("name", ["llama_full", "plain", "fewer_groups_than_ranks"])

@@ -44,7 +44,7 @@ def attach_schedule(
     dynamic = collectives.host_sees_completion
 
     stage = ScheduledStage(
-        cut(model),
+        cut(model, collectives),
         recompute=recomputed_blocks(model.config, len(model.decoder.layers)),
         sub_batches=sub_batches,
         collectives=collectives,

@@ -9,6 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.oases.runtime.block import CutPart
 from megatron.oases.runtime.cell import Cell, Tape
+from megatron.oases.runtime.collectives import Collectives
 
 
 class EmbeddingScheduling:
@@ -28,14 +29,16 @@ class Embedding:
     Args:
         module: Megatron's embedding. Its own code runs, in two halves round the collective.
         scheduling: shared with its vocabulary-parallel embedding.
+        collectives: those of the tensor-parallel group.
     """
 
-    # With sequence parallelism and learned positions, Megatron gathers a gradient inside its backward.
+    # With sequence parallelism WGRAD gathers the gradient, here or, with learned positions, inside Megatron's backward.
     communicates_inside = True
 
-    def __init__(self, module: LanguageModelEmbedding, scheduling: EmbeddingScheduling):
+    def __init__(self, module: LanguageModelEmbedding, scheduling: EmbeddingScheduling, collectives: Collectives):
         self._module = module
         self._scheduling = scheduling
+        self._collectives = collectives
         self.scatters = module.reduce_scatter_embeddings
 
     def lookup(self, cell: Cell) -> Tensor:
@@ -59,7 +62,11 @@ class Embedding:
         """WGRAD: the gradients of all sub-batches at once, since each is as large as the vocabulary."""
         torch.autograd.backward([cell.join_graph[1] for cell in cells], tape.gradients)
         if cells[0].words is not None:  # None where the word embeddings are frozen
-            torch.autograd.backward([cell.words for cell in cells], [cell.join_graph[0].grad for cell in cells])
+            gradients = [cell.join_graph[0].grad for cell in cells]
+            if self.scatters:
+                gathering = [self._collectives.all_gather(gradient.contiguous()) for gradient in gradients]
+                gradients = [in_flight.wait() for in_flight in gathering]
+            torch.autograd.backward([cell.words for cell in cells], gradients)
         for cell in cells:
             cell.words = cell.join_graph = None
 

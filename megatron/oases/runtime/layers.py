@@ -14,19 +14,20 @@ from torch import Tensor
 from megatron.oases.errors import UsageError
 from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Inputs
+from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Head
 from megatron.oases.runtime.linear import LinearScheduling
 
 _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
-def cut(model: GPTModel) -> list[Embedding | Block | Head]:
+def cut(model: GPTModel, collectives: Collectives) -> list[Embedding | Block | Head]:
     """The parts of a GPT or of its pipeline stage. The model keeps its modules, parameters and names.
 
     Raises:
         UsageError: the model has something that a schedule cannot run.
     """
-    parts: list[Embedding | Block | Head] = [_embedding(model)] if model.pre_process else []
+    parts: list[Embedding | Block | Head] = [_embedding(model, collectives)] if model.pre_process else []
     for layer in model.decoder.layers:
         parts += _cut_layer(layer)
     if model.post_process:
@@ -34,10 +35,10 @@ def cut(model: GPTModel) -> list[Embedding | Block | Head]:
     return parts
 
 
-def _embedding(model: GPTModel) -> Embedding:
+def _embedding(model: GPTModel, collectives: Collectives) -> Embedding:
     scheduling = EmbeddingScheduling()
     model.embedding.word_embeddings.oases_scheduling = scheduling
-    return Embedding(model.embedding, scheduling)
+    return Embedding(model.embedding, scheduling, collectives)
 
 
 def _head(model: GPTModel) -> Head:
