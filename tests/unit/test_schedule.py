@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.oases.schedule import (
+    Idea,
     Kind,
     Layout,
     Operation,
@@ -25,16 +26,34 @@ CHAINS = {
 }
 
 
-def _build(chain, sub_batches=2, sequence_parallel=False):
+def _build(chain, sub_batches=2, sequence_parallel=False, without=()):
     layout = Layout(chain=tuple(chain), sub_batches=sub_batches, sequence_parallel=sequence_parallel)
-    return build_oases_schedule(layout)
+    return build_oases_schedule(layout, without=frozenset(without))
 
 
+@pytest.mark.parametrize("without", [(), (Idea.ENDS,), (Idea.COLLECTIVE_FIRST, Idea.ENDS)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("sub_batches", [1, 2, 3])
 @pytest.mark.parametrize("name", CHAINS)
-def test_oases_is_legal(name, sub_batches, sequence_parallel):
-    validate(_build(CHAINS[name], sub_batches, sequence_parallel))
+def test_oases_is_legal(name, sub_batches, sequence_parallel, without):
+    validate(_build(CHAINS[name], sub_batches, sequence_parallel, without))
+
+
+def test_ablation_of_the_ends_leaves_nothing_to_hide_their_collectives():
+    order = _build(CHAINS["whole"], without=[Idea.ENDS])
+    joins = [Operation(Kind.JOIN, 0, i) for i in range(2)]
+    start = order.forward.index(joins[0])
+    assert order.forward[start : start + 2] == tuple(joins)
+    last = len(CHAINS["whole"]) - 1
+    start = order.backward.index(Operation(Kind.NORM_GRAD, last, 0))
+    assert order.backward[start + 1] == Operation(Kind.NORM_GRAD, last, 1)
+
+
+def test_ablation_of_the_order_of_weight_gradients():
+    for without, sign in (((), 1), ((Idea.COLLECTIVE_FIRST,), -1)):
+        order = _build([R, R], without=without).backward
+        places = [order.index(Operation(kind, 1, 0)) for kind in (Kind.REDUCE_GRAD, Kind.WGRAD)]
+        assert (places[1] - places[0]) * sign > 0
 
 
 @pytest.mark.parametrize("block", [B, R])

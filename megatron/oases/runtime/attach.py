@@ -9,6 +9,7 @@ from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.executor import Filler
 from megatron.oases.runtime.layers import cut, recomputed_blocks
 from megatron.oases.runtime.stage import ScheduledStage
+from megatron.oases.schedule import Idea
 from oases_patches import gpt_model, tensor_parallel_layers
 
 _MAX_POSTPONED_WGRADS = 8
@@ -21,6 +22,7 @@ def attach_schedule(
     sub_batches: int,
     overlap_grad_reduce: bool = False,
     micro_batches: Callable[[], int] = lambda: 1,
+    without: frozenset[Idea] = frozenset(),
 ) -> ScheduledStage:
     """Lets the oases schedule run `model` from tokens to loss, in training and in evaluation.
 
@@ -34,6 +36,7 @@ def attach_schedule(
             order in which gradients become ready, which then has to be the same on every rank.
         micro_batches: tells how many micro-batches the present training iteration has, for a loop that runs each one
             forward and backward before the next one, as Megatron's does without pipeline parallelism.
+        without: ideas of the schedule to leave out, to measure what they gain. No result depends on it.
 
     Raises:
         UsageError: the model has something that the schedule cannot run.
@@ -41,21 +44,23 @@ def attach_schedule(
     """
     group = model.pg_collection.tp
     collectives = Collectives(group)
-    dynamic = collectives.host_sees_completion
+    dynamic = collectives.host_sees_completion and Idea.FILLER not in without
+    postpones = dynamic and not overlap_grad_reduce and Idea.COLLECTIVE_FIRST not in without
 
     stage = ScheduledStage(
-        cut(model, collectives),
+        cut(model, collectives, recomputes_row_parallel=Idea.RECOMPUTE_WITHOUT_GEMM in without),
         recompute=recomputed_blocks(model.config, len(model.decoder.layers)),
         sub_batches=sub_batches,
         collectives=collectives,
         filler=Filler(
-            max_postponed_wgrads=_MAX_POSTPONED_WGRADS if dynamic and not overlap_grad_reduce else 0,
+            max_postponed_wgrads=_MAX_POSTPONED_WGRADS if postpones else 0,
             max_recomputes_ahead=_MAX_RECOMPUTES_AHEAD if dynamic else 0,
         ),
         sequence_parallel=model.config.sequence_parallel,
         micro_batches=micro_batches,
         # Megatron lets data parallelism reduce from the last forward pass on: what was put off must be over by then.
         last_apart=overlap_grad_reduce,
+        without=without,
     )
     _check_same_on_every_rank(stage.schedule.digest(), group)
     tensor_parallel_layers.apply()

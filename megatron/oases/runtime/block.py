@@ -105,6 +105,7 @@ class Block(CutPart):
         draws_random: whether the core draws random numbers in training.
         fp32_residual: whether the residual stream is kept in fp32.
         communicates_inside: whether the core runs a collective of its own.
+        recomputes_row_parallel: whether recomputation runs the row-parallel GEMM too, though no gradient needs its output.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Block(CutPart):
         draws_random: bool,
         fp32_residual: bool,
         communicates_inside: bool,
+        recomputes_row_parallel: bool,
         **cut_arguments,
     ):
         super().__init__(**cut_arguments)
@@ -125,6 +127,7 @@ class Block(CutPart):
         self._draws_random = draws_random
         self._fp32_residual = fp32_residual
         self.communicates_inside = communicates_inside
+        self._recomputes_row_parallel = recomputes_row_parallel
 
     def core(self, cell: Cell, core_input: Tensor) -> Tensor:
         if not cell.keep_graph and self._draws_random and self._is_training():
@@ -156,9 +159,10 @@ class Block(CutPart):
         return normed
 
     def recompute(self, cell: Cell, core_input: Tensor) -> None:
-        """The rest of RECOMPUTE: the core's graph again, without the row-parallel GEMM: no gradient needs its output."""
+        """The rest of RECOMPUTE: the core's graph again."""
+        leave_out = not self._recomputes_row_parallel
         with _replayed(cell.core_rng):
-            self._run_core(cell, core_input, keep_graph=True, leave_out_row_parallel=True)
+            self._run_core(cell, core_input, keep_graph=True, leave_out_row_parallel=leave_out)
         cell.core_rng = None
 
     def join_grad(self, cell: Cell, gradient: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ from megatron.oases.runtime.linear import LinearScheduling
 _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
-def cut(model: GPTModel, collectives: Collectives) -> list[Embedding | Block | Head]:
+def cut(
+    model: GPTModel, collectives: Collectives, *, recomputes_row_parallel: bool = False
+) -> list[Embedding | Block | Head]:
     """The parts of a GPT or of its pipeline stage. The model keeps its modules, parameters and names.
 
     Raises:
@@ -29,7 +31,7 @@ def cut(model: GPTModel, collectives: Collectives) -> list[Embedding | Block | H
     """
     parts: list[Embedding | Block | Head] = [_embedding(model, collectives)] if model.pre_process else []
     for layer in model.decoder.layers:
-        parts += _cut_layer(layer)
+        parts += _cut_layer(layer, recomputes_row_parallel)
     if model.post_process:
         parts.append(_head(model))
     return parts
@@ -55,7 +57,7 @@ def _head(model: GPTModel) -> Head:
     )
 
 
-def _cut_layer(layer: TransformerLayer) -> tuple[Block, Block]:
+def _cut_layer(layer: TransformerLayer, recomputes_row_parallel: bool) -> tuple[Block, Block]:
     """The layer's attention block and MLP block."""
     _check(layer)
     config = layer.config
@@ -68,6 +70,7 @@ def _cut_layer(layer: TransformerLayer) -> tuple[Block, Block]:
         draws_random=config.attention_dropout > 0,
         # With fewer query groups than ranks, Megatron all-gathers the queries of a group inside the attention.
         communicates_inside=config.num_query_groups < layer.tp_group.size(),
+        recomputes_row_parallel=recomputes_row_parallel,
     )
     mlp = _block(
         layer,
@@ -77,6 +80,7 @@ def _cut_layer(layer: TransformerLayer) -> tuple[Block, Block]:
         linears=(layer.mlp.linear_fc1, layer.mlp.linear_fc2),
         draws_random=False,
         communicates_inside=False,
+        recomputes_row_parallel=recomputes_row_parallel,
     )
     return attention, mlp
 

@@ -13,7 +13,7 @@ from megatron.oases.runtime.cell import Cell, Inputs, Tape
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, Head
 from megatron.oases.runtime.executor import Executor, Filler
-from megatron.oases.schedule import Layout, Operation, Part, Schedule, build_oases_schedule, validate
+from megatron.oases.schedule import Idea, Layout, Operation, Part, Schedule, build_oases_schedule, validate
 
 _CUT_WITH_BATCH = ("tokens", "positions", "attention_mask")
 
@@ -30,6 +30,7 @@ class ScheduledStage:
         sequence_parallel: whether what lies between blocks is split along the sequence.
         micro_batches: tells, during training, how many micro-batches the present iteration has.
         last_apart: whether the last micro-batch's forward pass may not be interleaved.
+        without: ideas of the schedule to leave out.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class ScheduledStage:
         sequence_parallel: bool,
         micro_batches: Callable[[], int],
         last_apart: bool,
+        without: frozenset[Idea],
     ):
+        self._without = without
         blocks = iter(recompute)
         self._chain = tuple(_kind_of(part, blocks) for part in parts)
         self._sub_batches = sub_batches
@@ -52,7 +55,8 @@ class ScheduledStage:
         self._schedules: dict[int, Schedule] = {}
         self.schedule = self._schedule_for(sub_batches)
         has_both_ends = self._chain[0] is Part.EMBEDDING and self._chain[-1] is Part.HEAD
-        self._interleaving = _Interleaving(micro_batches if has_both_ends else lambda: 1, last_apart=last_apart)
+        interleaves = has_both_ends and Idea.INTERLEAVE not in without
+        self._interleaving = _Interleaving(micro_batches if interleaves else lambda: 1, last_apart=last_apart)
 
     def __call__(self, *, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None) -> Tensor:
         """Runs the stage on a micro-batch.
@@ -131,7 +135,7 @@ class ScheduledStage:
             layout = Layout(
                 chain=self._chain, sub_batches=sub_batches, sequence_parallel=self._sequence_parallel
             )
-            schedule = build_oases_schedule(layout)
+            schedule = build_oases_schedule(layout, without=self._without)
             validate(schedule)
             self._schedules[sub_batches] = schedule
         return self._schedules[sub_batches]

@@ -1,11 +1,14 @@
 """A schedule is data: ordered operations over (part of the model, sub-batch), built here and only read elsewhere."""
 
+from megatron.oases.schedule.ablation import MEANING, Idea
 from megatron.oases.schedule.oases import build_oases_schedule
 from megatron.oases.schedule.operation import AWAITS, Kind, Layout, Operation, Part, Schedule, collectives
 from megatron.oases.schedule.validate import ScheduleError, validate
 
 __all__ = [
     "AWAITS",
+    "MEANING",
+    "Idea",
     "Kind",
     "Layout",
     "Operation",

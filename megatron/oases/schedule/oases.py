@@ -11,12 +11,18 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
+from megatron.oases.schedule.ablation import Idea
 from megatron.oases.schedule.operation import Kind, Layout, Operation, Part, Schedule
 
 
-def build_oases_schedule(layout: Layout) -> Schedule:
-    """Builds the order for one pipeline stage."""
-    forward, backward = _forward(layout), _backward(layout)
+def build_oases_schedule(layout: Layout, *, without: frozenset[Idea] = frozenset()) -> Schedule:
+    """Builds the order for one pipeline stage.
+
+    Args:
+        layout: what the order is made for.
+        without: ideas to leave out, to measure what they gain. Only COLLECTIVE_FIRST and ENDS are matters of order.
+    """
+    forward, backward = _forward(layout, without), _backward(layout, without)
     return Schedule(
         name="oases",
         layout=layout,
@@ -26,12 +32,15 @@ def build_oases_schedule(layout: Layout) -> Schedule:
     )
 
 
-def _forward(layout: Layout) -> list[Operation]:
+def _forward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
     order, last = [], len(layout.chain) - 1
     for place in range(len(layout.chain)):
         # Up to its own last collective; what waits for that stands at the beginning of the next part.
         kinds = [kind for kind in layout.forward_kinds(place) if kind is not Kind.JOIN]
         joins = [(Kind.JOIN, place - 1)] if place > 0 else []
+        if Idea.ENDS in without and _touches_end(layout, place):
+            order += _in_turns(layout, joins)
+            joins = []
         order += _in_turns(layout, [*joins, *((kind, place) for kind in kinds)])
     if layout.chain[last] is Part.HEAD:
         order.append(Operation(Kind.LOSS, last))
@@ -40,7 +49,7 @@ def _forward(layout: Layout) -> list[Operation]:
     return order
 
 
-def _backward(layout: Layout) -> list[Operation]:
+def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
     last = len(layout.chain) - 1
     first = 1 if layout.chain[0] is Part.EMBEDDING else 0
 
@@ -54,8 +63,11 @@ def _backward(layout: Layout) -> list[Operation]:
         # collective; what it gathers is on its way while the part above goes through its core.
         kinds = [(kind, place) for kind in layout.recompute_kinds(place) if kind is Kind.RECOMPUTE]
         if place < last:
-            kinds.append((Kind.NORM_GRAD, place + 1))
-        for kind in layout.backward_kinds(place):
+            if Idea.ENDS in without and layout.chain[place + 1] is Part.HEAD:
+                order += _in_turns(layout, [(Kind.NORM_GRAD, place + 1)])
+            else:
+                kinds.append((Kind.NORM_GRAD, place + 1))
+        for kind in _backward_kinds(layout, place, without):
             if kind is Kind.DGRAD and place > first:
                 kinds += regather(place - 1)
             if kind is not Kind.NORM_GRAD:
@@ -65,6 +77,18 @@ def _backward(layout: Layout) -> list[Operation]:
     if layout.chain[0] is Part.EMBEDDING:
         order.append(Operation(Kind.WGRAD, 0))
     return order
+
+
+def _backward_kinds(layout: Layout, place: int, without: frozenset[Idea]) -> list[Kind]:
+    kinds = list(layout.backward_kinds(place))
+    if Idea.COLLECTIVE_FIRST in without:
+        kinds.remove(Kind.WGRAD)
+        kinds.insert(kinds.index(Kind.REDUCE_GRAD), Kind.WGRAD)
+    return kinds
+
+
+def _touches_end(layout: Layout, place: int) -> bool:
+    return layout.chain[place] is Part.HEAD or (place > 0 and layout.chain[place - 1] is Part.EMBEDDING)
 
 
 def _in_turns(layout: Layout, kinds: Iterable[tuple[Kind, int]]) -> Iterator[Operation]:
