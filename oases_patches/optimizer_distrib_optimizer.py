@@ -3,12 +3,13 @@
 What: three methods of `DistributedOptimizer`. `state_dict` works before the first step, too. Setting the state of a
     parameter leaves its "step" alone, which checkpoints keep with the parameter groups, and records no gradient. After
     loading, every parameter has a "step" of its own.
-Why: with torch's Adam, which Megatron uses when neither Transformer Engine nor apex is installed, the first asserts. The
-    second raises KeyError for one checkpoint format, and for another puts back the step of a fresh optimizer; with
-    parameters in fp32 it also fails on a view that requires a gradient. Then all parameters share one step tensor, which each
-    of them increments: like a wrong step, that makes the bias correction silently wrong.
+Why: with torch's Adam, which Megatron uses when neither Transformer Engine nor apex is installed, the first asserts.
+    The second raises KeyError for one checkpoint format, and for another puts back the step of a fresh optimizer;
+    with parameters in fp32 it also fails on a view that requires a gradient. Then all parameters share one step
+    tensor, which each of them increments: like a wrong step, that makes the bias correction silently wrong.
 Versions: megatron-core 0.19.
-Can go: when a run resumed with torch's Adam and --use-distributed-optimizer repeats an uninterrupted one in plain Megatron.
+Can go: when a run resumed with torch's Adam and --use-distributed-optimizer repeats an uninterrupted one in plain
+    Megatron.
 """
 
 import functools

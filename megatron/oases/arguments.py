@@ -1,0 +1,114 @@
+"""The flags that Oases adds to Megatron's, and what they mean once read."""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron.oases.command_line import OneLineParser
+from megatron.oases.errors import UsageError
+
+DEFAULT_SUB_BATCHES = 2
+_DEVICES = ("auto", "cuda", "cpu")
+_SCHEDULES = ("vanilla", "oases")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OasesConfig:
+    """What the Oases flags ask for."""
+
+    device: Literal["cuda", "cpu"]
+    schedule: Literal["vanilla", "oases"] = "vanilla"
+    sub_batches: int = 1
+    report: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.sub_batches < 1:
+            raise UsageError(f"--oases-sub-batches {self.sub_batches} must be at least 1")
+        if self.report is not None and not self.report.absolute().parent.is_dir():
+            raise UsageError(f"--oases-report {self.report}: there is no folder {self.report.absolute().parent}")
+
+    @classmethod
+    def from_args(cls, args: Namespace, *, device: Literal["cuda", "cpu"]) -> "OasesConfig":
+        sub_batches = args.oases_sub_batches
+        if args.oases_schedule == "vanilla":
+            if sub_batches is not None:
+                raise UsageError(
+                    f"--oases-sub-batches {sub_batches} has no effect with --oases-schedule vanilla: "
+                    "leave it out, or add --oases-schedule oases"
+                )
+            sub_batches = 1
+        elif sub_batches is None:
+            sub_batches = DEFAULT_SUB_BATCHES
+        return cls(
+            device=device,
+            schedule=args.oases_schedule,
+            sub_batches=sub_batches,
+            report=Path(args.oases_report) if args.oases_report is not None else None,
+        )
+
+
+def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the group "oases" to Megatron's parser."""
+    group = parser.add_argument_group(title="oases")
+    _add_device(group)
+    group.add_argument(
+        "--oases-schedule",
+        choices=_SCHEDULES,
+        default="vanilla",
+        help="How the decoder runs. vanilla: as in Megatron. oases: in sub-batches, so that the tensor-parallel "
+        "communication of one hides behind the computation of another. Default: vanilla.",
+    )
+    group.add_argument(
+        "--oases-sub-batches",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Number of sub-batches that --oases-schedule oases splits each micro-batch into. 1 does not split. "
+        f"Must divide --micro-batch-size. Default: {DEFAULT_SUB_BATCHES}.",
+    )
+    group.add_argument(
+        "--oases-report",
+        default=None,
+        metavar="FILE",
+        help="JSON file for the time (ms) and the loss of every training iteration. A file that is there is replaced. "
+        "Default: none is written.",
+    )
+    return parser
+
+
+def choose_device(argv: Sequence[str]) -> Literal["cuda", "cpu"]:
+    """Reads `--oases-device` by itself: Megatron's own parser can only be built once the device is known."""
+    parser = OneLineParser(add_help=False)
+    _add_device(parser)
+    wanted = parser.parse_known_args(argv)[0].oases_device
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--oases-device cuda: torch finds no GPU here (torch.cuda.is_available() is False)")
+    return wanted
+
+
+def _add_device(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--oases-device",
+        choices=_DEVICES,
+        default="auto",
+        help="Where to train. auto: on the GPU if torch finds one, else on the CPU over gloo. Default: auto.",
+    )
+
+
+def given_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """What `argv` itself says: only the flags that stand in it, without any default."""
+    defaults = [(action, action.default) for action in parser._actions]
+    for action, _ in defaults:
+        action.default = argparse.SUPPRESS
+    try:
+        return parser.parse_known_args(argv)[0]
+    finally:
+        for action, default in defaults:
+            action.default = default

@@ -1,0 +1,89 @@
+"""From the command line to Megatron's validated arguments, with every mistake in one line.
+
+Megatron checks its flags with assertions, each rank on its own, and argparse answers a wrong flag with eight hundred
+others. Here both become one `UsageError`, and our own checks come first: they need no tokenizer, file or process
+group.
+"""
+
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from megatron.oases.arguments import OasesConfig, add_oases_arguments, given_flags
+from megatron.oases.available import Available, choose_defaults
+from megatron.oases.errors import UsageError
+from megatron.oases.inputs import check_inputs
+from megatron.oases.support import check_schedule, check_script
+
+
+def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, OasesConfig]:
+    """Parses and checks the command line, and sets up Megatron's global variables with it.
+
+    Args:
+        device: where the run takes place, as `choose_device` found it.
+        argv: the command line without the program's name. Default: `sys.argv`.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    argv = sys.argv[1:] if argv is None else argv
+    changed: list[str] = []
+
+    def prepare(parser):
+        parser.error = _raise_usage_error
+        add_oases_arguments(parser)
+        given = given_flags(parser, argv)
+        schedule = getattr(given, "oases_schedule", "vanilla")
+        changed.extend(choose_defaults(parser, given, Available.detect(device), schedule))
+        args = parser.parse_known_args(argv)[0]
+        check_script(args)
+        _check_evaluation(args)
+        check_schedule(args, OasesConfig.from_args(args, device=device))
+        check_inputs(args)
+        if args.tokenizer_type == "GPT2BPETokenizer":
+            from oases_patches import tokenizers_megatron_hf_tokenizer
+
+            tokenizers_megatron_hf_tokenizer.apply()
+        return parser
+
+    with megatron_refusals():
+        args = parse_and_validate_args(extra_args_provider=prepare)
+    config = OasesConfig.from_args(args, device=device)
+    # Again: a checkpoint (--use-checkpoint-args) may have changed what the command line said.
+    check_schedule(args, config)
+    if changed and args.rank == 0:
+        where = "on the CPU" if device == "cpu" else "without all of Transformer Engine and apex"
+        print(f"oases: {where}, so by default {' '.join(changed)}", flush=True)
+    if config.schedule == "oases" and args.tensor_model_parallel_size == 1 and args.rank == 0:
+        print(
+            "oases: --tensor-model-parallel-size is 1: there is no tensor-parallel communication to hide; "
+            "the schedule runs all the same",
+            flush=True,
+        )
+    return args, config
+
+
+def _check_evaluation(args: Namespace) -> None:
+    # Megatron divides by it to size the validation set, whether it evaluates or not.
+    if args.eval_interval is None and args.yaml_cfg is None and not args.skip_train and not args.full_validation:
+        raise UsageError("--eval-interval is missing: give the number of iterations between two evaluations")
+
+
+def _raise_usage_error(message: str) -> NoReturn:
+    raise UsageError(f"{message} (see --help)")
+
+
+@contextmanager
+def megatron_refusals() -> Iterator[None]:
+    """Turns what Megatron raises while it checks its arguments into a `UsageError`."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = lines[0] if lines else frame.line
+        raise UsageError(f"Megatron refuses these flags: {message} ({frame.filename}:{frame.lineno})") from error

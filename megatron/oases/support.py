@@ -1,0 +1,158 @@
+"""Which of Megatron's features pretrain_gpt.py and the overlapped schedule run with.
+
+The schedule runs the decoder's blocks itself. A feature that changes what a block is, who communicates for it, or in
+which order layers run has to be brought into the schedule first; until then it is refused, by the name of its flag.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.oases.arguments import OasesConfig
+from megatron.oases.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A feature that cannot be combined with the schedule."""
+
+    flag: str
+    feature: str
+    is_used: Callable[[Namespace], bool]
+
+
+def _set(name: str) -> Callable[[Namespace], bool]:
+    """The flag was given a value, or switched on."""
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _above_one(name: str) -> Callable[[Namespace], bool]:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+def _not(name: str, *allowed: object) -> Callable[[Namespace], bool]:
+    return lambda args: getattr(args, name, None) not in (None, *allowed)
+
+
+def _has_weight_shards(args: Namespace) -> bool:
+    """More shards of each weight than tensor-parallel ranks; Megatron fills in the ranks where none is given."""
+    ranks = args.tensor_model_parallel_size
+    return (getattr(args, "tensor_parallel_num_weight_shards", None) or ranks) != ranks
+
+
+UNSUPPORTED = (
+    Unsupported("--num-experts", "mixture of experts", _set("num_experts")),
+    Unsupported("--expert-model-parallel-size", "expert parallelism", _above_one("expert_model_parallel_size")),
+    Unsupported("--context-parallel-size", "context parallelism", _above_one("context_parallel_size")),
+    Unsupported("--tensor-parallel-num-weight-shards", "weight shards", _has_weight_shards),
+    Unsupported("--use-megatron-fsdp", "fully sharded data parallelism", _set("use_megatron_fsdp")),
+    Unsupported("--use-torch-fsdp2", "fully sharded data parallelism", _set("use_torch_fsdp2")),
+    Unsupported("--fp8-format", "fp8", _set("fp8")),
+    Unsupported("--fp4-format", "fp4", _set("fp4")),
+    Unsupported("--cuda-graph-impl", "CUDA graphs", _not("cuda_graph_impl", "none")),
+    Unsupported("--enable-cuda-graph", "CUDA graphs", _set("enable_cuda_graph")),
+    Unsupported("--external-cuda-graph", "CUDA graphs", _set("external_cuda_graph")),
+    Unsupported(
+        "--num-layers-per-virtual-pipeline-stage",
+        "interleaved pipeline parallelism",
+        _set("num_layers_per_virtual_pipeline_stage"),
+    ),
+    Unsupported(
+        "--num-virtual-stages-per-pipeline-rank",
+        "interleaved pipeline parallelism",
+        _set("num_virtual_stages_per_pipeline_rank"),
+    ),
+    Unsupported(
+        "--pipeline-model-parallel-layout",
+        "a pipeline layout of your own",
+        _set("pipeline_model_parallel_layout"),
+    ),
+    Unsupported("--mtp-num-layers", "multi-token prediction", _set("mtp_num_layers")),
+    Unsupported("--multi-latent-attention", "multi-latent attention", _set("multi_latent_attention")),
+    Unsupported(
+        "--experimental-attention-variant",
+        "experimental attention",
+        _set("experimental_attention_variant"),
+    ),
+    Unsupported("--spec", "a layer specification of your own", _set("spec")),
+    Unsupported(
+        "--heterogeneous-layers-config-path",
+        "heterogeneous layers",
+        _set("heterogeneous_layers_config_path"),
+    ),
+    Unsupported(
+        "--heterogeneous-layers-config-encoded-json",
+        "heterogeneous layers",
+        _set("heterogeneous_layers_config_encoded_json"),
+    ),
+    Unsupported("--transformer-impl", "layers that communicate by themselves", _not("transformer_impl", "local")),
+    Unsupported("--tp-comm-overlap", "Transformer Engine's own overlap", _set("tp_comm_overlap")),
+    Unsupported(
+        "--distribute-saved-activations",
+        "activations spread over the tensor-parallel group",
+        _set("distribute_saved_activations"),
+    ),
+    Unsupported("--optimizer", "optimizers other than adam and sgd", _not("optimizer", "adam", "sgd")),
+    Unsupported(
+        "--num-distributed-optimizer-instances",
+        "several distributed optimizers",
+        _above_one("num_distributed_optimizer_instances"),
+    ),
+    Unsupported("--cpu-offloading-num-layers", "activation offloading", _set("cpu_offloading_num_layers")),
+    Unsupported(
+        "--fine-grained-activation-offloading",
+        "activation offloading",
+        _set("fine_grained_activation_offloading"),
+    ),
+    Unsupported("--sequence-parallel", "sequence parallelism", _set("sequence_parallel")),
+    Unsupported("--recompute-method", "recomputation of some layers only", _not("recompute_method", "uniform")),
+    Unsupported("--pipeline-model-parallel-size", "pipeline parallelism", _above_one("pipeline_model_parallel_size")),
+)
+
+
+# These train something else than a GPT on running text, and bring another batch with them.
+UNSUPPORTED_BY_SCRIPT = (
+    Unsupported("--hybrid-layer-pattern", "hybrid models", _set("hybrid_layer_pattern")),
+    Unsupported("--hybrid-override-pattern", "hybrid models", _set("hybrid_override_pattern")),
+    Unsupported("--hybrid-context-parallel", "packed sequences", _set("hybrid_context_parallel")),
+    Unsupported("--sft", "supervised fine-tuning", _set("sft")),
+    Unsupported("--fim-data", "fill-in-the-middle data", _set("fim_data")),
+    Unsupported("--dataloader-inter-document-masking", "packed sequences", _set("dataloader_inter_document_masking")),
+    Unsupported("--dataloader-type", "a data loader of your own", lambda args: args.dataloader_type == "external"),
+    Unsupported("--overlap-moe-expert-parallel-comm", "batch overlap", _set("overlap_moe_expert_parallel_comm")),
+    Unsupported("--perform-rl-step", "reinforcement learning", _set("perform_rl_step")),
+)
+
+
+def check_script(args: Namespace) -> None:
+    """Refuses what pretrain_gpt.py does not do, whichever schedule runs."""
+    for entry in UNSUPPORTED_BY_SCRIPT:
+        if entry.is_used(args):
+            raise UsageError(f"{entry.flag}: pretrain_gpt.py does not support {entry.feature}")
+
+
+def check_schedule(args: Namespace, config: OasesConfig) -> None:
+    """Refuses what the schedule cannot run; does nothing for a vanilla run.
+
+    Args:
+        args: Megatron's arguments, before or after Megatron has validated them.
+        config: the Oases flags.
+    """
+    if config.schedule == "vanilla":
+        return
+    for entry in UNSUPPORTED:
+        if entry.is_used(args):
+            value = getattr(args, entry.flag.removeprefix("--").replace("-", "_"), True)
+            shown = entry.flag if value is True else f"{entry.flag} {value}"
+            raise UsageError(f"{shown}: --oases-schedule oases does not run with {entry.feature}")
+    _check_divisible("--micro-batch-size", args.micro_batch_size, config.sub_batches)
+    _check_divisible("--eval-micro-batch-size", getattr(args, "eval_micro_batch_size", None), config.sub_batches)
+
+
+def _check_divisible(flag: str, size: int | None, sub_batches: int) -> None:
+    # Megatron itself asks for a micro-batch size that is missing.
+    if size is not None and size % sub_batches != 0:
+        raise UsageError(
+            f"{flag} {size} is not divisible by --oases-sub-batches {sub_batches}: "
+            f"{size} = {size // sub_batches} x {sub_batches} + {size % sub_batches}"
+        )

@@ -1,0 +1,94 @@
+"""Pretrains a GPT with Megatron's training loop. Takes Megatron's flags, and those of the group "oases"."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.oases.arguments import OasesConfig, choose_device
+from megatron.oases.errors import exit_on_usage_error
+from megatron.oases.launch import complete_environment
+from megatron.oases.quiet import silence
+
+
+def main() -> None:
+    with exit_on_usage_error():
+        complete_environment()
+        device = choose_device(sys.argv[1:])
+        # From here on Megatron may be imported.
+        silence()
+        if device == "cpu":
+            from megatron.oases.host import activate
+
+            activate()
+        pretrain_gpt(device)
+
+
+def pretrain_gpt(device: str) -> None:
+    """Trains, evaluates and saves as the command line says."""
+    import torch.distributed
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+    from megatron.training import training
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron.oases import gpt
+    from megatron.oases.parsing import megatron_refusals, parse
+    from oases_patches import optimizer_distrib_optimizer
+
+    if USING_PYTORCH_OPTIMIZER:
+        optimizer_distrib_optimizer.apply()
+    args, config = parse(device)
+    with megatron_refusals():
+        container = pretrain_cfg_container_from_args(args, gpt.model_config(args, config))
+    with reported(args, config):
+        training.pretrain(container, gpt.build_datasets, ModelType.encoder_or_decoder, gpt.forward_step)
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
+    """Writes `--oases-report` for what runs inside."""
+    if config.report is None:
+        yield
+        return
+    import torch
+    from megatron.core import parallel_state
+    from megatron.training import training
+
+    from megatron.oases.report.iterations import IterationReport, report_steps
+
+    def is_reporter() -> bool:
+        """One of the ranks that have the loss."""
+        return (
+            parallel_state.model_parallel_is_initialized()
+            and parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        )
+
+    report = IterationReport(
+        config.report,
+        {
+            "schedule": config.schedule,
+            "sub_batches": config.sub_batches,
+            "device": config.device,
+            "world_size": args.world_size,
+            "tensor_model_parallel_size": args.tensor_model_parallel_size,
+            "tokens_per_iteration": args.global_batch_size * args.seq_length,
+        },
+    )
+    # On the CPU this is the host's stand-in.
+    synchronize = torch.cuda.synchronize
+    training.train_step = report_steps(
+        training.train_step, report, is_reporter=is_reporter, synchronize=synchronize
+    )
+    try:
+        yield
+    finally:
+        if is_reporter():
+            report.write()
+
+
+if __name__ == "__main__":
+    main()

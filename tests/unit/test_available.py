@@ -1,0 +1,107 @@
+"""Defaults that work where Megatron's own do not, and refusals of what the user asked for in vain."""
+
+import dataclasses
+
+import pytest
+
+from megatron.oases.arguments import given_flags
+from megatron.oases.available import Available, choose_defaults
+from megatron.oases.errors import UsageError
+from tests.unit.megatron_parser import new_parser
+
+CPU = Available(cuda=False, transformer_engine=False, apex=False, fused_wgrad=False, fused_softmax=False)
+FULL_GPU = Available(cuda=True, transformer_engine=True, apex=True, fused_wgrad=True, fused_softmax=True)
+BARE_GPU = dataclasses.replace(CPU, cuda=True)
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return new_parser()
+
+
+def _choose(parser, argv=(), available=CPU, schedule="vanilla"):
+    saved = dict(parser._defaults), [(action, action.default) for action in parser._actions]
+    try:
+        flags = choose_defaults(parser, given_flags(parser, argv), available, schedule)
+        return flags, parser.parse_args(argv)
+    finally:
+        parser._defaults = saved[0]
+        for action, default in saved[1]:
+            action.default = default
+
+
+def test_on_the_cpu(parser):
+    flags, args = _choose(parser)
+    assert args.transformer_impl == "local"
+    assert args.distributed_backend == "gloo"
+    assert args.no_persist_layer_norm
+    for name in (
+        "gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion", "bias_gelu_fusion",
+        "bias_swiglu_fusion", "bias_dropout_fusion", "create_attention_mask_in_dataloader",
+    ):  # fmt: skip
+        assert getattr(args, name) is False, name
+    # What is said can be given as flags, and means the same.
+    spoken = parser.parse_args(" ".join(flags).split())
+    assert {**vars(spoken), "enable_one_logger": None} == {**vars(args), "enable_one_logger": None}
+
+
+def test_a_fully_equipped_gpu_keeps_megatrons_defaults(parser):
+    flags, args = _choose(parser, available=FULL_GPU)
+    assert flags == []
+    plain = parser.parse_args([])
+    assert {**vars(plain), "enable_one_logger": None} == {**vars(args), "enable_one_logger": None}
+
+
+def test_a_gpu_with_torch_alone(parser):
+    flags, args = _choose(parser, available=BARE_GPU)
+    assert args.transformer_impl == "local"
+    assert args.distributed_backend == "nccl"
+    assert args.bias_gelu_fusion
+    assert set(flags) == {
+        "--transformer-impl local", "--no-persist-layer-norm", "--no-rope-fusion", "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+    }  # fmt: skip
+
+
+def test_the_schedule_runs_megatrons_own_layers(parser):
+    _, args = _choose(parser, available=FULL_GPU, schedule="oases")
+    assert args.transformer_impl == "local"
+
+
+def test_what_the_user_wrote_stays_and_is_not_mentioned(parser):
+    flags, args = _choose(parser, ["--distributed-backend", "gloo", "--no-rope-fusion"], available=BARE_GPU)
+    assert args.distributed_backend == "gloo"
+    assert "--no-rope-fusion" not in flags
+
+
+def test_masks_that_the_data_brings_are_kept(parser):
+    _, args = _choose(parser, ["--reset-attention-mask"])
+    assert args.create_attention_mask_in_dataloader
+
+
+@pytest.mark.parametrize(
+    ("argv", "available", "message"),
+    [
+        ("--transformer-impl transformer_engine", BARE_GPU, "--transformer-impl transformer_engine needs Transformer"),
+        ("--transformer-impl transformer_engine", CPU, "--transformer-impl transformer_engine needs Transformer"),
+        ("--distributed-backend nccl", CPU, "--distributed-backend nccl needs a GPU"),
+        ("--attention-backend flash", BARE_GPU, "--attention-backend flash needs Transformer Engine"),
+        ("--use-flash-attn", CPU, "--use-flash-attn needs Transformer Engine"),
+        ("--fp8-format hybrid", BARE_GPU, "--fp8-format needs Transformer Engine"),
+        ("--sequence-parallel --tensor-model-parallel-size 2", CPU, "--sequence-parallel needs apex, or"),
+        ("--apply-layernorm-1p", CPU, "--apply-layernorm-1p needs apex, or"),
+        ("--cuda-graph-impl local", CPU, "--cuda-graph-impl needs a GPU"),
+        ("--use-megatron-fsdp", CPU, "--use-megatron-fsdp needs a GPU"),
+        ("--optimizer-cpu-offload", CPU, "--optimizer-cpu-offload needs a GPU"),
+    ],
+)
+def test_in_vain(parser, argv, available, message):
+    with pytest.raises(UsageError, match=f"^{message}"):
+        _choose(parser, argv.split(), available)
+
+
+@pytest.mark.parametrize(
+    "argv", ["--cuda-graph-impl none", "--sequence-parallel", "--attention-backend auto", "--attention-backend unfused"]
+)
+def test_not_in_vain(parser, argv):
+    _choose(parser, argv.split(), CPU)

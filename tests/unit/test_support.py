@@ -1,0 +1,85 @@
+"""Each feature that the schedule does not run with is refused by its flag, and by no other."""
+
+import pytest
+
+from megatron.oases.arguments import OasesConfig
+from megatron.oases.errors import UsageError
+from megatron.oases.support import UNSUPPORTED, UNSUPPORTED_BY_SCRIPT, check_schedule, check_script
+from tests.unit.megatron_parser import shared_parser
+
+_PLAIN = ["--micro-batch-size", "4", "--transformer-impl", "local", "--tensor-model-parallel-size", "2"]
+# A value that asks for the feature; switches need none.
+_VALUES = {
+    "--num-experts": "4",
+    "--expert-model-parallel-size": "2",
+    "--context-parallel-size": "2",
+    "--tensor-parallel-num-weight-shards": "4",
+    "--fp8-format": "hybrid",
+    "--fp4-format": "e2m1",
+    "--cuda-graph-impl": "local",
+    "--num-layers-per-virtual-pipeline-stage": "1",
+    "--num-virtual-stages-per-pipeline-rank": "2",
+    "--pipeline-model-parallel-layout": "Et|tL",
+    "--mtp-num-layers": "1",
+    "--experimental-attention-variant": "dsa",
+    "--spec": "a.module",
+    "--heterogeneous-layers-config-path": "layers.json",
+    "--heterogeneous-layers-config-encoded-json": "{}",
+    "--transformer-impl": "transformer_engine",
+    "--optimizer": "muon",
+    "--num-distributed-optimizer-instances": "2",
+    "--cpu-offloading-num-layers": "1",
+    "--recompute-method": "block",
+    "--pipeline-model-parallel-size": "2",
+    "--hybrid-layer-pattern": "M*",
+    "--hybrid-override-pattern": "M*",
+    "--dataloader-type": "external",
+}
+
+
+def _parse(*argv: str):
+    return shared_parser().parse_args([*_PLAIN, *argv])
+
+
+def _oases(args) -> OasesConfig:
+    return OasesConfig.from_args(args, device="cpu")
+
+
+@pytest.mark.parametrize("entry", UNSUPPORTED, ids=lambda entry: entry.flag)
+def test_refused_by_its_flag(entry):
+    argv = [entry.flag] + ([_VALUES[entry.flag]] if entry.flag in _VALUES else [])
+    args = _parse("--oases-schedule", "oases", *argv)
+    assert [other.flag for other in UNSUPPORTED if other.is_used(args)] == [entry.flag]
+    with pytest.raises(UsageError, match=f"^{entry.flag}.*: --oases-schedule oases does not run with {entry.feature}"):
+        check_schedule(args, _oases(args))
+    # Vanilla Megatron has it.
+    args = _parse(*argv)
+    check_schedule(args, _oases(args))
+
+
+@pytest.mark.parametrize("entry", UNSUPPORTED_BY_SCRIPT, ids=lambda entry: entry.flag)
+def test_not_for_this_script(entry):
+    args = _parse(entry.flag, *([_VALUES[entry.flag]] if entry.flag in _VALUES else []))
+    with pytest.raises(UsageError, match=f"^{entry.flag}: pretrain_gpt.py does not support {entry.feature}"):
+        check_script(args)
+    check_script(_parse())
+
+
+def test_what_the_schedule_runs_with_passes():
+    args = _parse(
+        "--oases-schedule", "oases", "--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", "1", "--use-distributed-optimizer", "--bf16", "--swiglu", "--normalization",
+        "RMSNorm", "--group-query-attention", "--num-query-groups", "2", "--optimizer", "sgd",
+        "--tensor-parallel-num-weight-shards", "2",
+    )  # fmt: skip
+    check_schedule(args, _oases(args))
+
+
+def test_micro_batch_shows_the_arithmetic():
+    args = _parse("--oases-schedule", "oases", "--oases-sub-batches", "3")
+    arithmetic = r"--micro-batch-size 4 is not divisible by --oases-sub-batches 3: 4 = 1 x 3 \+ 1"
+    with pytest.raises(UsageError, match=arithmetic):
+        check_schedule(args, _oases(args))
+    args = _parse("--oases-schedule", "oases", "--eval-micro-batch-size", "1")
+    with pytest.raises(UsageError, match=r"--eval-micro-batch-size 1 is not divisible by --oases-sub-batches 2"):
+        check_schedule(args, _oases(args))
