@@ -1,5 +1,6 @@
 """One file for each Megatron module that is patched. Each has `apply()` and `revert()`, both safe to call twice.
 
 Every file says what it replaces, why, for which megatron-core versions, and when it can go. Nothing is patched on
-import, and nothing at all in a vanilla run on a GPU.
+import. A vanilla run with Transformer Engine or apex has no patch at all; without them, see `optimizer_distrib_optimizer` and
+`torch_norm`, which mend what Megatron cannot do there.
 """

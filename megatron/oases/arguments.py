@@ -11,10 +11,12 @@ import torch
 
 from megatron.oases.command_line import OneLineParser
 from megatron.oases.errors import UsageError
+from megatron.oases.schedule import MEANING, Idea
 
 DEFAULT_SUB_BATCHES = 2
 _DEVICES = ("auto", "cuda", "cpu")
 _SCHEDULES = ("vanilla", "oases")
+_CORE_ATTENTIONS = ("local", "sdpa")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class OasesConfig:
     device: Literal["cuda", "cpu"]
     schedule: Literal["vanilla", "oases"] = "vanilla"
     sub_batches: int = 1
+    ablate: frozenset[Idea] = frozenset()
+    core_attention: Literal["local", "sdpa"] = "local"
     report: Path | None = None
 
     def __post_init__(self) -> None:
@@ -42,12 +46,19 @@ class OasesConfig:
                     "leave it out, or add --oases-schedule oases"
                 )
             sub_batches = 1
+            if args.oases_ablate is not None:
+                raise UsageError(
+                    f"--oases-ablate {args.oases_ablate} has no effect with --oases-schedule vanilla: "
+                    "leave it out, or add --oases-schedule oases"
+                )
         elif sub_batches is None:
             sub_batches = DEFAULT_SUB_BATCHES
         return cls(
             device=device,
             schedule=args.oases_schedule,
             sub_batches=sub_batches,
+            ablate=_parse_ideas(args.oases_ablate),
+            core_attention=args.oases_core_attention,
             report=Path(args.oases_report) if args.oases_report is not None else None,
         )
 
@@ -72,6 +83,21 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         f"Must divide --micro-batch-size. Default: {DEFAULT_SUB_BATCHES}.",
     )
     group.add_argument(
+        "--oases-ablate",
+        default=None,
+        metavar="IDEA[,IDEA]",
+        help="Leaves ideas of the oases schedule out, to measure what they gain; results stay the same. "
+        + "; ".join(f"{idea.value}: {meaning}" for idea, meaning in MEANING.items())
+        + ". Default: none is left out.",
+    )
+    group.add_argument(
+        "--oases-core-attention",
+        choices=_CORE_ATTENTIONS,
+        default="local",
+        help="Core attention of --transformer-impl local, with any schedule. local: Megatron's own. sdpa: "
+        "torch.nn.functional.scaled_dot_product_attention, which does not keep the scores. Default: local.",
+    )
+    group.add_argument(
         "--oases-report",
         default=None,
         metavar="FILE",
@@ -79,6 +105,15 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         "Default: none is written.",
     )
     return parser
+
+
+def _parse_ideas(text: str | None) -> frozenset[Idea]:
+    known = [idea.value for idea in Idea]
+    ideas = [] if text is None else text.split(",")
+    for idea in ideas:
+        if idea not in known:
+            raise UsageError(f"--oases-ablate {text}: {idea!r} is none of {', '.join(known)}")
+    return frozenset(map(Idea, ideas))
 
 
 def choose_device(argv: Sequence[str]) -> Literal["cuda", "cpu"]:

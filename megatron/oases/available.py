@@ -39,7 +39,9 @@ def _installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def choose_defaults(parser: ArgumentParser, given: Namespace, available: Available, schedule: str) -> list[str]:
+def choose_defaults(
+    parser: ArgumentParser, given: Namespace, available: Available, *, schedule: str, core_attention: str
+) -> list[str]:
     """Sets the parser's defaults to what works here.
 
     Args:
@@ -47,13 +49,14 @@ def choose_defaults(parser: ArgumentParser, given: Namespace, available: Availab
         given: the flags on the command line, without defaults.
         available: what this machine has.
         schedule: the schedule that will run the decoder.
+        core_attention: who computes core attention.
 
     Returns:
         The changes, written as flags.
     """
     _refuse_impossible(given, available)
     # The schedule owns the collectives of Megatron's own layers; Transformer Engine's communicate by themselves.
-    use_te = available.transformer_engine and schedule == "vanilla"
+    use_te = available.transformer_engine and schedule == "vanilla" and core_attention == "local"
     te = getattr(given, "transformer_impl", "transformer_engine" if use_te else "local") == "transformer_engine"
     choices: list[tuple[str, Any, str]] = []
     if not te:
@@ -103,9 +106,6 @@ def _refuse_impossible(given: Namespace, available: Available) -> None:
             "Transformer Engine and a GPU",
         )
     either = available.transformer_engine or available.apex
-    # Megatron switches sequence parallelism off by itself when there is one tensor-parallel rank.
-    sequence_parallel = values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) > 1
-    _require(either or not sequence_parallel, "--sequence-parallel", "apex, or Transformer Engine, and a GPU")
     _require(
         either or not values.get("layernorm_zero_centered_gamma"),
         "--apply-layernorm-1p",

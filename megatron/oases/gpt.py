@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import stimer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -34,6 +34,10 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
     # Left out by gpt_config_from_args in megatron-core 0.19.
     model.rope_scaling_factor = args.rope_scaling_factor
     model.finalize()
+    if config.core_attention == "sdpa":
+        from megatron.oases.runtime.core_attention import use_sdpa
+
+        model.transformer_layer_spec = lambda model, vp_stage=None: use_sdpa(default_layer_spec(model, vp_stage))
     if config.schedule == "oases":
         from megatron.oases.runtime import attach_schedule
 
@@ -44,6 +48,7 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
                     sub_batches=config.sub_batches,
                     overlap_grad_reduce=args.overlap_grad_reduce,
                     micro_batches=get_num_microbatches,
+                    without=config.ablate,
                 )
             return chunks
 

@@ -36,7 +36,12 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
         add_oases_arguments(parser)
         given = given_flags(parser, argv)
         schedule = getattr(given, "oases_schedule", "vanilla")
-        changed.extend(choose_defaults(parser, given, Available.detect(device), schedule))
+        core_attention = getattr(given, "oases_core_attention", "local")
+        changed.extend(
+            choose_defaults(
+                parser, given, Available.detect(device), schedule=schedule, core_attention=core_attention
+            )
+        )
         args = parser.parse_known_args(argv)[0]
         check_script(args)
         _check_evaluation(args)

@@ -104,9 +104,17 @@ UNSUPPORTED = (
         "activation offloading",
         _set("fine_grained_activation_offloading"),
     ),
-    Unsupported("--sequence-parallel", "sequence parallelism", _set("sequence_parallel")),
-    Unsupported("--recompute-method", "recomputation of some layers only", _not("recompute_method", "uniform")),
-    Unsupported("--pipeline-model-parallel-size", "pipeline parallelism", _above_one("pipeline_model_parallel_size")),
+    Unsupported("--mlp-chunks-for-training", "an MLP in chunks", _above_one("mlp_chunks_for_training")),
+    Unsupported(
+        "--defer-embedding-wgrad-compute",
+        "Megatron's own deferred weight gradients",
+        _set("defer_embedding_wgrad_compute"),
+    ),
+    Unsupported(
+        "--recompute-num-layers",
+        "fewer kept activations than one a block (with --recompute-method uniform, use 1)",
+        lambda args: args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1,
+    ),
 )
 
 
@@ -138,6 +146,11 @@ def check_schedule(args: Namespace, config: OasesConfig) -> None:
         args: Megatron's arguments, before or after Megatron has validated them.
         config: the Oases flags.
     """
+    if config.core_attention == "sdpa" and getattr(args, "transformer_impl", "local") != "local":
+        raise UsageError(
+            f"--oases-core-attention sdpa: with --transformer-impl {args.transformer_impl} core attention is not ours to "
+            "choose; use --transformer-impl local"
+        )
     if config.schedule == "vanilla":
         return
     for entry in UNSUPPORTED:
@@ -146,7 +159,6 @@ def check_schedule(args: Namespace, config: OasesConfig) -> None:
             shown = entry.flag if value is True else f"{entry.flag} {value}"
             raise UsageError(f"{shown}: --oases-schedule oases does not run with {entry.feature}")
     _check_divisible("--micro-batch-size", args.micro_batch_size, config.sub_batches)
-    _check_divisible("--eval-micro-batch-size", getattr(args, "eval_micro_batch_size", None), config.sub_batches)
 
 
 def _check_divisible(flag: str, size: int | None, sub_batches: int) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from megatron.oases.arguments import OasesConfig, add_oases_arguments, choose_device, given_flags
 from megatron.oases.errors import UsageError
+from megatron.oases.schedule import Idea
 
 
 def _config(*argv: str) -> OasesConfig:
@@ -24,6 +25,15 @@ def test_the_schedule_splits_in_two_by_default():
 def test_a_flag_without_effect_is_refused():
     with pytest.raises(UsageError, match="--oases-sub-batches 2 has no effect with --oases-schedule vanilla"):
         _config("--oases-sub-batches", "2")
+
+
+def test_ideas_to_leave_out():
+    config = _config("--oases-schedule", "oases", "--oases-ablate", "filler,ends")
+    assert config.ablate == {Idea.FILLER, Idea.ENDS}
+    with pytest.raises(UsageError, match="--oases-ablate filler,fun: 'fun' is none of gemm, wgrad, filler, ends, inter"):
+        _config("--oases-schedule", "oases", "--oases-ablate", "filler,fun")
+    with pytest.raises(UsageError, match="--oases-ablate ends has no effect with --oases-schedule vanilla"):
+        _config("--oases-ablate", "ends")
 
 
 def test_at_least_one_sub_batch():

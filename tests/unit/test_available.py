@@ -19,10 +19,11 @@ def parser():
     return new_parser()
 
 
-def _choose(parser, argv=(), available=CPU, schedule="vanilla"):
+def _choose(parser, argv=(), available=CPU, schedule="vanilla", core_attention="local"):
     saved = dict(parser._defaults), [(action, action.default) for action in parser._actions]
     try:
-        flags = choose_defaults(parser, given_flags(parser, argv), available, schedule)
+        given = given_flags(parser, argv)
+        flags = choose_defaults(parser, given, available, schedule=schedule, core_attention=core_attention)
         return flags, parser.parse_args(argv)
     finally:
         parser._defaults = saved[0]
@@ -88,7 +89,6 @@ def test_masks_that_the_data_brings_are_kept(parser):
         ("--attention-backend flash", BARE_GPU, "--attention-backend flash needs Transformer Engine"),
         ("--use-flash-attn", CPU, "--use-flash-attn needs Transformer Engine"),
         ("--fp8-format hybrid", BARE_GPU, "--fp8-format needs Transformer Engine"),
-        ("--sequence-parallel --tensor-model-parallel-size 2", CPU, "--sequence-parallel needs apex, or"),
         ("--apply-layernorm-1p", CPU, "--apply-layernorm-1p needs apex, or"),
         ("--cuda-graph-impl local", CPU, "--cuda-graph-impl needs a GPU"),
         ("--use-megatron-fsdp", CPU, "--use-megatron-fsdp needs a GPU"),
@@ -101,7 +101,7 @@ def test_in_vain(parser, argv, available, message):
 
 
 @pytest.mark.parametrize(
-    "argv", ["--cuda-graph-impl none", "--sequence-parallel", "--attention-backend auto", "--attention-backend unfused"]
+    "argv", ["--cuda-graph-impl none", "--sequence-parallel --tensor-model-parallel-size 2", "--attention-backend auto", "--attention-backend unfused"]
 )
 def test_not_in_vain(parser, argv):
     _choose(parser, argv.split(), CPU)

@@ -1,0 +1,130 @@
+"""One run of pretrain_gpt.py by a launcher, and what it reports."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+_LAST_LINES = 40
+_USER_ERROR = "error: "  # how errors.exit_on_usage_error begins its line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run measured, in order of iterations."""
+
+    system: str
+    round_number: int  # from 1
+    iterations_ms: tuple[float, ...]
+    losses: tuple[float, ...]
+    tokens_per_iteration: int
+
+
+class RunFailed(Exception):
+    """A run that gave no result; carries the end of what it printed, and its exit code."""
+
+    def __init__(self, message: str, *, last_lines: Sequence[str], exit_code: int):
+        super().__init__(message)
+        self.last_lines = list(last_lines)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """Starts one process per rank: on an emulated cluster, a server a rank, or with torchrun."""
+
+    ranks: int
+    nic_gbps: float | None
+    threads_per_rank: int
+
+    def command(self, script_and_flags: Sequence[str]) -> list[str]:
+        if self.nic_gbps is None:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+            return [sys.executable, *torchrun, *script_and_flags]
+        emulate = [str(REPOSITORY / "tools" / "emulate_cluster.py"), "--servers", str(self.ranks)]
+        emulate += ["--devices-per-server", "1", "--nic-gbps", str(self.nic_gbps)]
+        return [sys.executable, *emulate, "--", sys.executable, *script_and_flags]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ, OMP_NUM_THREADS=str(self.threads_per_rank), PYTHONUNBUFFERED="1")
+
+
+def run_once(
+    launcher: Launcher,
+    *,
+    system: str,
+    round_number: int,
+    flags: Sequence[str],
+    iterations: int,
+    on_line: Callable[[str], None],
+) -> Run:
+    """Runs to the end, giving each line of output to `on_line`. Raises `RunFailed`."""
+    with tempfile.TemporaryDirectory(prefix="oases-compare-") as folder:
+        report = Path(folder) / "report.json"
+        script = [str(REPOSITORY / "pretrain_gpt.py"), *flags, "--oases-report", str(report)]
+        last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        user_errors: list[str] = []
+
+        def keep(line: str) -> None:
+            last_lines.append(line)
+            if line.startswith(_USER_ERROR):
+                user_errors.append(line.removeprefix(_USER_ERROR))
+            on_line(line)
+
+        exit_code = _execute(launcher.command(script), launcher.environment, keep)
+        where = f"round {round_number} of {system}"
+        if exit_code:
+            code = exit_code if exit_code > 0 else 128 - exit_code
+            # torchrun prints more than the last lines about a rank's failure, after what the rank itself has said.
+            message = ": ".join([f"{where} ended with exit code {code}", *user_errors[:1]])
+            raise RunFailed(message, last_lines=last_lines, exit_code=code)
+        try:
+            return parse_report(report.read_text(), system=system, round_number=round_number, iterations=iterations)
+        except (OSError, ValueError, KeyError) as error:
+            raise RunFailed(f"{where} gave no usable report: {error}", last_lines=last_lines, exit_code=1) from error
+
+
+def _execute(command: Sequence[str], environment: dict[str, str], on_line: Callable[[str], None]) -> int:
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        for line in process.stdout:
+            on_line(line.rstrip())
+        return process.wait()
+    finally:
+        # Ctrl-C or a signal: the launcher ends its ranks and cleans up, so it gets the time for it.
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def parse_report(text: str, *, system: str, round_number: int, iterations: int) -> Run:
+    """Reads what `--oases-report` wrote. Raises ValueError or KeyError if it is not a whole run."""
+    report = json.loads(text)
+    measured = sorted(report["iterations"], key=lambda entry: entry["iteration"])
+    if len(measured) != iterations:
+        raise ValueError(f"{len(measured)} iterations instead of {iterations}")
+    for entry in measured:
+        if entry["loss"] is None:
+            raise ValueError(f"the loss of iteration {entry['iteration']} is not finite")
+    return Run(
+        system=system,
+        round_number=round_number,
+        iterations_ms=tuple(entry["time_ms"] for entry in measured),
+        losses=tuple(entry["loss"] for entry in measured),
+        tokens_per_iteration=report["tokens_per_iteration"],
+    )

@@ -1,0 +1,60 @@
+"""What is compared, and on which workload: command lines of pretrain_gpt.py, so that anyone can run them by hand."""
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.oases.errors import UsageError
+
+# A system is what it adds to the flags that all of them share.
+SYSTEMS: dict[str, tuple[str, ...]] = {
+    "megatron": (),
+    "oases": ("--oases-schedule", "oases"),
+}
+
+RECOMPUTE: dict[str, tuple[str, ...]] = {
+    "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    "none": (),
+}
+
+# Small enough for two CPU cores, large enough that communication at 0.5 Gbit/s takes as long as computation.
+_REFERENCE_WORKLOAD = """
+    --num-layers 4 --hidden-size 512 --num-attention-heads 8
+    --seq-length 256 --max-position-embeddings 256
+    --micro-batch-size 4 --global-batch-size 4
+    --tokenizer-type NullTokenizer --vocab-size 1024 --mock-data
+    --tensor-model-parallel-size 2
+    --hidden-dropout 0 --attention-dropout 0
+    --lr 3e-4 --lr-decay-style constant --seed 1234
+    --eval-iters 0 --eval-interval 1000000000 --log-interval 1
+"""
+
+_OWN_FLAGS = {"--train-iters": "--iterations", "--oases-report": "--json"}
+
+
+def shared_flags(*, recompute: str, iterations: int, overrides: Sequence[str]) -> list[str]:
+    """What every system is run with. The user's flags come last, and argparse takes the last."""
+    for flag in overrides:
+        name = flag.partition("=")[0]
+        if name in _OWN_FLAGS:
+            raise UsageError(f"{name} after --: compare sets it itself, from {_OWN_FLAGS[name]}")
+    return [*_REFERENCE_WORKLOAD.split(), *RECOMPUTE[recompute], "--train-iters", str(iterations), *overrides]
+
+
+def world_size(flags: Sequence[str]) -> int:
+    """Ranks of one model replica, as the flags have it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.error = _refuse
+    parsed = parser.parse_known_args(flags)[0]
+    ranks = parsed.tensor_model_parallel_size * parsed.pipeline_model_parallel_size
+    if ranks < 1:
+        raise UsageError(
+            f"--tensor-model-parallel-size {parsed.tensor_model_parallel_size} x --pipeline-model-parallel-size "
+            f"{parsed.pipeline_model_parallel_size} = {ranks} ranks"
+        )
+    return ranks
+
+
+def _refuse(message: str) -> None:
+    raise UsageError(message)

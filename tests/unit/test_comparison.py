@@ -1,0 +1,134 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from megatron.oases.errors import UsageError
+from megatron.oases.report.comparison import Comparison, order_of_runs
+from megatron.oases.report.runs import Run
+from megatron.oases.report.systems import SYSTEMS, shared_flags, world_size
+from megatron.oases.report.tables import comparison_table
+
+
+def run(system: str, round_number: int, iterations_ms: list[float], losses: list[float] | None = None) -> Run:
+    return Run(
+        system=system,
+        round_number=round_number,
+        iterations_ms=tuple(iterations_ms),
+        losses=tuple(losses or [7.0, 6.0, 5.0, 4.0, 3.0][: len(iterations_ms)]),
+        tokens_per_iteration=1024,
+    )
+
+
+def comparison() -> Comparison:
+    return Comparison.of_runs(
+        ["a", "b"],
+        [
+            run("a", 1, [9000, 9000, 100, 120, 140]),
+            run("b", 1, [9000, 9000, 50, 50, 60], [7.0, 6.0, 5.0, 4.25, 3.0]),
+            run("b", 2, [9000, 9000, 80, 80, 80], [7.0, 6.0, 5.5, 4.0, 3.0]),
+            run("a", 2, [9000, 9000, 160, 180, 200]),
+        ],
+    )
+
+
+def test_the_median_is_over_all_rounds_without_each_rounds_warm_up():
+    a, b = comparison().systems
+    assert a.iteration_ms == 150
+    assert a.round_medians_ms == [120, 180]
+    assert b.iteration_ms == 70
+
+
+def test_speedups_are_over_the_first_system():
+    result = comparison()
+    assert [result.speedup(system) for system in result.systems] == [1.0, 150 / 70]
+
+
+def test_tokens_per_s():
+    assert comparison().systems[0].tokens_per_s == pytest.approx(1024 / 0.150)
+
+
+def test_the_loss_difference_is_the_largest_of_any_round_and_iteration():
+    result = comparison()
+    assert [result.loss_difference(system) for system in result.systems] == [0.0, 0.5]
+    assert result.max_loss_difference == 0.5
+
+
+def test_a_first_system_that_does_not_repeat_itself_shows():
+    result = Comparison.of_runs(["a"], [run("a", 1, [1] * 3), run("a", 2, [1] * 3, [7.0, 6.0, 5.125])])
+    assert result.max_loss_difference == 0.125
+
+
+def test_json():
+    result = comparison().to_json(command="the command", machine={"cores": 2})
+    assert result == {
+        "systems": {
+            "a": {
+                "iteration_ms": 150,
+                "iterations_ms": [[9000, 9000, 100, 120, 140], [9000, 9000, 160, 180, 200]],
+                "tokens_per_s": pytest.approx(1024 / 0.150),
+                "losses": [7.0, 6.0, 5.0, 4.0, 3.0],
+            },
+            "b": {
+                "iteration_ms": 70,
+                "iterations_ms": [[9000, 9000, 50, 50, 60], [9000, 9000, 80, 80, 80]],
+                "tokens_per_s": pytest.approx(1024 / 0.070),
+                "losses": [7.0, 6.0, 5.0, 4.25, 3.0],
+            },
+        },
+        "speedup": {"a": 1.0, "b": 150 / 70},
+        "max_loss_difference": 0.5,
+        "command": "the command",
+        "machine": {"cores": 2},
+    }
+
+
+def test_the_table_fits_eighty_columns_and_has_every_number():
+    console = Console(width=80, file=io.StringIO())
+    console.print(comparison_table(comparison(), title="two systems"))
+    lines = console.file.getvalue().splitlines()
+    (row,) = [line for line in lines if line.startswith("│ b ")]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["b", "70.0", "50-80", "14629", "2.143", "5.0e-01"]
+
+
+def test_rounds_alternate_forwards_and_backwards():
+    assert order_of_runs(["a", "b", "c"], 2) == [(1, "a"), (1, "b"), (1, "c"), (2, "c"), (2, "b"), (2, "a")]
+
+
+def test_the_users_flags_come_last():
+    flags = shared_flags(recompute="none", iterations=7, overrides=["--num-layers", "2"])
+    assert flags[-2:] == ["--num-layers", "2"]
+    assert flags[flags.index("--train-iters") + 1] == "7"
+    assert not any("recompute" in flag for flag in flags)
+    assert "--recompute-granularity" in shared_flags(recompute="full", iterations=7, overrides=[])
+
+
+@pytest.mark.parametrize("flag", ["--train-iters", "--train-iters=5", "--oases-report", "--oases-report=x"])
+def test_flags_that_compare_needs_for_itself_are_refused(flag):
+    with pytest.raises(UsageError, match=flag.partition("=")[0]):
+        shared_flags(recompute="full", iterations=7, overrides=[flag, "5"])
+
+
+@pytest.mark.parametrize(
+    "overrides, ranks",
+    [
+        ([], 2),
+        (["--tensor-model-parallel-size", "4"], 4),
+        (["--tensor-model-parallel-size=1"], 1),
+        (["--pipeline-model-parallel-size", "2"], 4),
+    ],
+)
+def test_ranks_follow_the_flags(overrides, ranks):
+    assert world_size(shared_flags(recompute="full", iterations=7, overrides=overrides)) == ranks
+
+
+@pytest.mark.parametrize("value", ["two", "0", "-2"])
+def test_an_impossible_number_of_ranks_names_the_flag(value):
+    with pytest.raises(UsageError, match="--tensor-model-parallel-size"):
+        world_size(["--tensor-model-parallel-size", value])
+
+
+def test_the_baseline_has_no_flag_of_ours():
+    assert SYSTEMS["megatron"] == ()
+    assert not any("oases" in flag for flag in shared_flags(recompute="full", iterations=7, overrides=[]))

@@ -1,0 +1,125 @@
+"""Runs the same pretraining with each system in turn and compares time and loss. See docs/comparing.md."""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.oases.command_line import OneLineParser, split_at_double_dash  # noqa: E402
+from megatron.oases.errors import UsageError, exit_on_usage_error  # noqa: E402
+from megatron.oases.report.comparison import WARM_UP_ITERATIONS, Comparison, order_of_runs  # noqa: E402
+from megatron.oases.report.machine import describe_machine  # noqa: E402
+from megatron.oases.report.progress import runs_progress  # noqa: E402
+from megatron.oases.report.runs import REPOSITORY, Launcher, Run, RunFailed, run_once  # noqa: E402
+from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, shared_flags, world_size  # noqa: E402
+from megatron.oases.report.tables import comparison_table  # noqa: E402
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own arguments, and the flags that all systems share."""
+    parser = OneLineParser(
+        description="Compare systems on one pretraining workload. Without MEGATRON FLAGS: 4 layers, hidden size 512, "
+        "sequence 256, micro-batch and global batch 4, vocabulary 1024, fp32, TP 2.",
+        usage="compare.py [options] [-- MEGATRON FLAGS]",
+    )
+    parser.add_argument(
+        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="the first is the one to compare with"
+    )
+    parser.add_argument(
+        "--nic-gbps",
+        type=float,
+        help="emulate a cluster with a server a rank and NICs of this many Gbit/s (default: torchrun on this machine)",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each system, in alternation (default 3)")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=12,
+        help=f"iterations a run, the first {WARM_UP_ITERATIONS} of them warm-up (default 12)",
+    )
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTE, default="full", help="activation recomputation (default full)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there (default: nowhere)")
+    own, overrides = split_at_double_dash(argv)
+    arguments = parser.parse_args(own)
+    _check(arguments)
+    flags = shared_flags(recompute=arguments.recompute, iterations=arguments.iterations, overrides=overrides)
+    return arguments, flags
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if len(set(arguments.systems)) != len(arguments.systems):
+        raise UsageError(f"--systems {' '.join(arguments.systems)} names a system twice")
+    if arguments.nic_gbps is not None and not (math.isfinite(arguments.nic_gbps) and arguments.nic_gbps > 0):
+        raise UsageError(f"--nic-gbps {arguments.nic_gbps:g} must be a finite number above 0")
+    if arguments.rounds < 1:
+        raise UsageError(f"--rounds {arguments.rounds} must be at least 1")
+    measured = arguments.iterations - WARM_UP_ITERATIONS
+    if measured < 1:
+        raise UsageError(
+            f"--iterations {arguments.iterations} - {WARM_UP_ITERATIONS} of warm-up = {measured} to measure; "
+            f"use at least {WARM_UP_ITERATIONS + 1}"
+        )
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.absolute().parent}")
+
+
+def compare(arguments: argparse.Namespace, flags: Sequence[str], launcher: Launcher, console: Console) -> Comparison:
+    runs: list[Run] = []
+    order = order_of_runs(arguments.systems, arguments.rounds)
+    with runs_progress(console, total=len(order)) as progress:
+        for round_number, system in order:
+            name = f"round {round_number}, {system}"
+            progress.start(name)
+            run = run_once(
+                launcher,
+                system=system,
+                round_number=round_number,
+                flags=[*flags, *SYSTEMS[system]],
+                iterations=arguments.iterations,
+                on_line=progress.line,
+            )
+            runs.append(run)
+            progress.finish(name, f"{median(run.iterations_ms[WARM_UP_ITERATIONS:]):.1f} ms an iteration")
+    return Comparison.of_runs(arguments.systems, runs)
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    with exit_on_usage_error():
+        arguments, flags = parse_arguments(sys.argv[1:])
+        cores = len(os.sched_getaffinity(0))
+        ranks = world_size(flags)
+    launcher = Launcher(ranks=ranks, nic_gbps=arguments.nic_gbps, threads_per_rank=max(1, cores // ranks))
+    try:
+        comparison = compare(arguments, flags, launcher, Console(stderr=True))
+    except RunFailed as error:
+        print(*error.last_lines, sep="\n", file=sys.stderr)
+        print(f"(the last {len(error.last_lines)} lines of the failed run's output)", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    network = "torchrun on this machine" if arguments.nic_gbps is None else f"NIC {arguments.nic_gbps:g} Gbit/s"
+    title = f"{ranks} ranks, {network}, recomputation {arguments.recompute}"
+    Console().print(comparison_table(comparison, title=title))
+    if arguments.json:
+        command = shlex.join(["python", *sys.argv])
+        machine = describe_machine(REPOSITORY) | {"threads_per_rank": launcher.threads_per_rank}
+        arguments.json.write_text(json.dumps(comparison.to_json(command=command, machine=machine), indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
