@@ -61,9 +61,8 @@ class CutPart:
 
     def wgrad(self, cell: Cell) -> None:
         """WGRAD: adds the gradients of the part's linears, and frees what they needed."""
-        deferred, cell.deferred = cell.deferred, []
-        for gradient in deferred:
-            gradient.accumulate()
+        while cell.deferred:
+            cell.deferred.pop(0).accumulate()
 
     def norm_grad(self, cell: Cell, reduced: Tensor) -> Tensor:
         """NORM_GRAD: the gradient of the part's input, from the reduced gradient of the core's input."""

@@ -116,11 +116,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
         (input_,) = ctx.saved_tensors
         parameters = ctx.parameters
-        parameters.deferred.append(
-            LinearGradient(
-                parameters.weight, parameters.bias, input_, grad_output, parameters.accumulate_in_place
-            )
+        # Detached: through its graph the input would keep this list alive, and with it itself.
+        gradient = LinearGradient(
+            parameters.weight, parameters.bias, input_.detach(), grad_output, parameters.accumulate_in_place
         )
+        parameters.deferred.append(gradient)
         return grad_output.matmul(parameters.weight), None
 
 

@@ -1,0 +1,1 @@
+"""Turning text into the token files that Megatron trains on; see docs/data.md."""
