@@ -9,6 +9,7 @@ Can go: when GPTModel takes a callable that runs its parts.
 
 import functools
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
@@ -21,8 +22,11 @@ def _scheduled(original):
     @functools.wraps(original)
     def forward(self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, **kwargs) -> Tensor:
         stage = getattr(self, "oases_stage", None)
-        if stage is None or decoder_input is not None or (self.post_process and labels is None):
+        wants_logits = self.post_process and labels is None
+        if stage is None or (wants_logits and not torch.is_grad_enabled()):
             return original(self, input_ids, position_ids, attention_mask, decoder_input, labels, **kwargs)
+        if wants_logits or decoder_input is not None:
+            raise ValueError("under the schedule a model is trained from tokens to loss: give labels, not decoder_input")
         kwargs.pop("loss_mask", None)  # only multi-token prediction reads it
         for name, value in kwargs.items():
             assert value is None, f"the schedule does not run with {name}"

@@ -28,11 +28,21 @@ def _unreduced_while_scheduled(original):
     unreduced = without_collectives(original)
 
     @functools.wraps(original)
-    def forward(self, input_: Tensor):
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        return unreduced(self, input_) if _is_scheduled(self) else original(self, input_)
+
+    return forward
+
+
+def _looked_up_or_answered_while_scheduled(original):
+    unreduced = without_collectives(original)
+
+    @functools.wraps(original)
+    def forward(self, input_: Tensor) -> Tensor:
         if not _is_scheduled(self):
             return original(self, input_)
-        answer = getattr(self.oases_scheduling, "answer", None)
-        return answer if answer is not None else unreduced(self, input_)
+        answer = self.oases_scheduling.answer
+        return unreduced(self, input_) if answer is None else answer
 
     return forward
 
@@ -42,7 +52,13 @@ def _handed_over_while_scheduled(original, *, row_parallel: bool):
     def _forward_impl(self, input, weight, *args, **kwargs) -> Tensor:
         if not _is_scheduled(self):
             return original(self, input, weight, *args, **kwargs)
-        return self.oases_scheduling(input, weight, kwargs["bias"], row_parallel=row_parallel)
+        return self.oases_scheduling(
+            input,
+            weight,
+            kwargs["bias"],
+            row_parallel=row_parallel,
+            fused_wgrad=kwargs["gradient_accumulation_fusion"],
+        )
 
     return _forward_impl
 
@@ -55,7 +71,7 @@ _replacements = (
         RowParallelLinear, "_forward_impl", functools.partial(_handed_over_while_scheduled, row_parallel=True)
     ),
     Replacement(RowParallelLinear, "forward", _unreduced_while_scheduled),
-    Replacement(VocabParallelEmbedding, "forward", _unreduced_while_scheduled),
+    Replacement(VocabParallelEmbedding, "forward", _looked_up_or_answered_while_scheduled),
 )
 
 

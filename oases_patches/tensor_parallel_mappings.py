@@ -17,8 +17,8 @@ _REPLACED = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequ
 
 def without_collectives(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The same code, where what would be reduced is returned as it is: this rank's share."""
-    replaced = {name: _unreduced for name in _REPLACED if name in function.__globals__}
-    assert replaced, f"{function.__qualname__} reduces through none of {', '.join(_REPLACED)}"
+    replaced = {name: _unreduced for name in _REPLACED if name in function.__code__.co_names}
+    assert replaced, f"{function.__qualname__} uses none of {', '.join(_REPLACED)}"
     same = FunctionType(
         function.__code__,
         {**function.__globals__, **replaced},

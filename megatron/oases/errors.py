@@ -1,8 +1,8 @@
 """How a user's mistake ends a distributed run.
 
-Python's own answer, one traceback per rank, buries the one line that helps; and when the ranks race to exit, the launcher
-may end rank 0 before it has spoken. Here rank 0 prints the line and leaves first; the other ranks give it time to do so
-and then leave with the same code, so that a launcher that does not end its other processes ends as well.
+Python's own answer, one traceback per rank, buries the one line that helps; and when the ranks race to exit, the
+launcher may end rank 0 before it has spoken. Here rank 0 prints the line and leaves first. The other ranks give it time
+to do so; one that is still there afterwards prints the line too, since then it may be alone with the mistake.
 """
 
 import os
@@ -34,10 +34,9 @@ def exit_on_usage_error() -> Iterator[None]:
         yield
     except UsageError as error:
         rank = int(os.environ.get("RANK", "0"))
-        if rank == 0 or not error.every_rank:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(_RANK_0_HEAD_START_S)
+        if rank != 0 and error.every_rank:
+            time.sleep(_RANK_0_HEAD_START_S)  # and with it, as a rule, ended by the launcher
+        print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # os._exit: a process group that is already up would otherwise wait for its peers in a destructor.
         os._exit(USAGE_EXIT_CODE)

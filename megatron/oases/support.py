@@ -110,6 +110,23 @@ UNSUPPORTED = (
         "Megatron's own deferred weight gradients",
         _set("defer_embedding_wgrad_compute"),
     ),
+    Unsupported("--save-activations-interval", "saved activations", _set("save_activations_interval")),
+    Unsupported("--save-dgrads-interval", "saved input gradients", _set("save_dgrads_interval")),
+    Unsupported(
+        "--recompute-modules",
+        "recomputation of norms by themselves",
+        lambda args: args.recompute_granularity == "selective" and "layernorm" in (args.recompute_modules or ()),
+    ),
+    Unsupported(
+        "--account-for-embedding-in-pipeline-split",
+        "a pipeline stage without layers",
+        _set("account_for_embedding_in_pipeline_split"),
+    ),
+    Unsupported(
+        "--account-for-loss-in-pipeline-split",
+        "a pipeline stage without layers",
+        _set("account_for_loss_in_pipeline_split"),
+    ),
     Unsupported(
         "--recompute-num-layers",
         "fewer kept activations than one a block (with --recompute-method uniform, use 1)",
@@ -159,6 +176,27 @@ def check_schedule(args: Namespace, config: OasesConfig) -> None:
             shown = entry.flag if value is True else f"{entry.flag} {value}"
             raise UsageError(f"{shown}: --oases-schedule oases does not run with {entry.feature}")
     _check_divisible("--micro-batch-size", args.micro_batch_size, config.sub_batches)
+
+
+def check_only(args: Namespace, config: OasesConfig) -> None:
+    """Refuses what has no meaning where one half of training is left out."""
+    if config.only is None:
+        return
+    if args.tensor_model_parallel_size == 1:
+        raise UsageError(
+            f"--oases-only {config.only} with --tensor-model-parallel-size 1: there is no tensor-parallel communication"
+        )
+    if args.save is not None:
+        raise UsageError(f"--oases-only {config.only} with --save {args.save}: there is nothing worth keeping")
+    if getattr(args, "tp_comm_overlap", False):
+        raise UsageError(
+            f"--oases-only {config.only} with --tp-comm-overlap: Transformer Engine communicates by itself"
+        )
+    for flag in ("--rampup-batch-size", "--step-batch-size-schedule"):
+        if config.only == "communication" and getattr(args, flag.removeprefix("--").replace("-", "_"), None):
+            raise UsageError(
+                f"--oases-only communication repeats the first step's collectives, and {flag} changes them"
+            )
 
 
 def _check_divisible(flag: str, size: int | None, sub_batches: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.oases.schedule import Idea
 from tests.distributed.models import ModelCase, assert_close, batch, build, step
 from tests.distributed.test_exactness import FULL, SELECTIVE, SP
 
@@ -90,6 +91,61 @@ def _count(rank: int, config: dict) -> int:
 @pytest.mark.parametrize("config", [{}, FULL], ids=["none", "full"])
 def test_no_all_reduce_is_repeated_in_recomputation(world2, config):
     assert world2.run(_count, config=config) == [(3 * 2 + 1) * 2 * 2] * 2  # (blocks + an end), sub-batches, passes
+
+
+def _filler(rank: int):
+    """Gradients do not depend on what filled the waits: nothing, all that may, or what chance has it."""
+    from megatron.oases.runtime.collectives import InFlight
+
+    case = ModelCase(layers=1, config=FULL)
+    model, original, results = _scheduled(case), InFlight.is_completed, []
+    for is_completed in (original, lambda self: True, lambda self: False):
+        InFlight.is_completed = is_completed
+        try:
+            results.append(step(model, batch(case))[1])
+        finally:
+            InFlight.is_completed = original
+    for gradients in results[1:]:
+        for name, gradient in results[0].items():
+            assert torch.equal(gradients[name], gradient), name
+
+
+def test_gradients_do_not_depend_on_timing(world2):
+    world2.run(_filler)
+
+
+def _ablation(rank: int, without: frozenset):
+    from megatron.oases.runtime import attach_schedule
+
+    case = ModelCase(config=FULL)
+    model, inputs = build(case), batch(case)
+    vanilla = step(model, inputs)
+    attach_schedule(model, sub_batches=2, without=without)
+    oases = step(model, inputs)
+    assert oases[0] == pytest.approx(vanilla[0], rel=1e-6)
+    assert_close(oases[1], vanilla[1])
+
+
+@pytest.mark.parametrize("without", [*Idea, None], ids=[*(idea.value for idea in Idea), "all"])
+def test_equals_vanilla_whatever_is_left_out(world2, without):
+    world2.run(_ablation, without=frozenset(Idea) if without is None else frozenset([without]))
+
+
+def _lost_micro_batch(rank: int):
+    from megatron.oases.runtime import attach_schedule
+
+    case = ModelCase()
+    model = build(case)
+    attach_schedule(model, sub_batches=2, micro_batches=lambda: 2)
+    model(**batch(case)).mean().backward()
+    with pytest.raises(RuntimeError, match="announced 2 micro-batches and ran 1"):
+        model.config.finalize_model_grads_func([model])
+    with pytest.raises(ValueError, match="a micro-batch of 1 samples cannot be cut into 2 sub-batches"):
+        model(**batch(ModelCase(batch=1)))
+
+
+def test_a_backward_pass_is_never_lost_silently(world2):
+    world2.run(_lost_micro_batch)
 
 
 def _twenty_steps(rank: int):

@@ -41,7 +41,7 @@ def test_equals_vanilla(tmp_path, name):
     ranks, flags, tolerance = COMBINATIONS[name]
     shared = [
         "pretrain_gpt.py", *SMALL, *MOCK_DATA, "--tensor-model-parallel-size", "2",
-        "--hidden-dropout", "0", "--attention-dropout", "0", "--train-iters", "8", "--eval-interval", "8",
+        "--hidden-dropout", "0", "--attention-dropout", "0", "--train-iters", "8", "--eval-interval", "4",
         *flags.split(),
     ]  # fmt: skip
     results = {}

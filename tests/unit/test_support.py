@@ -6,11 +6,14 @@ import pytest
 
 from megatron.oases.arguments import OasesConfig
 from megatron.oases.errors import UsageError
-from megatron.oases.support import UNSUPPORTED, UNSUPPORTED_BY_SCRIPT, check_schedule, check_script
+from megatron.oases.support import UNSUPPORTED, UNSUPPORTED_BY_SCRIPT, check_only, check_schedule, check_script
 from tests.unit.megatron_parser import shared_parser
 
 # Another flag without which the feature is none.
-_WITH = {"--recompute-num-layers": ["--recompute-method", "uniform"]}
+_WITH = {
+    "--recompute-num-layers": ["--recompute-method", "uniform"],
+    "--recompute-modules": ["--recompute-granularity", "selective"],
+}
 _PLAIN = ["--micro-batch-size", "4", "--transformer-impl", "local", "--tensor-model-parallel-size", "2"]
 # A value that asks for the feature; switches need none.
 _VALUES = {
@@ -35,6 +38,9 @@ _VALUES = {
     "--cpu-offloading-num-layers": "1",
     "--mlp-chunks-for-training": "2",
     "--recompute-num-layers": "2",
+    "--recompute-modules": "layernorm",
+    "--save-activations-interval": "1",
+    "--save-dgrads-interval": "1",
     "--hybrid-layer-pattern": "M*",
     "--hybrid-override-pattern": "M*",
     "--dataloader-type": "external",
@@ -84,3 +90,24 @@ def test_micro_batch_shows_the_arithmetic():
     arithmetic = r"--micro-batch-size 4 is not divisible by --oases-sub-batches 3: 4 = 1 x 3 \+ 1"
     with pytest.raises(UsageError, match=arithmetic):
         check_schedule(args, _oases(args))
+
+
+@pytest.mark.parametrize(
+    "only, argv, message",
+    [
+        ("compute", ["--tensor-model-parallel-size", "1"], "--oases-only compute with --tensor-model-parallel-size 1"),
+        ("compute", ["--save", "there"], "--oases-only compute with --save there: "),
+        ("compute", ["--tp-comm-overlap"], "--oases-only compute with --tp-comm-overlap: "),
+        ("communication", ["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size changes them"),
+        ("communication", ["--step-batch-size-schedule", "0:4 1K:8"], "--step-batch-size-schedule changes them"),
+    ],
+)
+def test_one_half_alone_refuses_what_has_no_meaning_then(only, argv, message):
+    argv = [*argv, "--oases-report", "report.json"]
+    args = _parse("--oases-only", only, *argv)
+    with pytest.raises(UsageError, match=message):
+        check_only(args, _oases(args))
+    args = _parse(*argv)
+    check_only(args, _oases(args))
+    args = _parse("--oases-only", only, "--oases-report", "report.json")
+    check_only(args, _oases(args))

@@ -1,17 +1,21 @@
 """Puts a built GPT model under a schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.oases.runtime.collectives import Collectives
-from megatron.oases.runtime.executor import Filler
-from megatron.oases.runtime.layers import cut, recomputed_blocks
+from megatron.oases.runtime.layers import cut
 from megatron.oases.runtime.stage import ScheduledStage
-from megatron.oases.schedule import Idea
+from megatron.oases.schedule import Filler, Idea
 from oases_patches import gpt_model, tensor_parallel_layers
 
+# Four layers' worth of weight gradients, and two layers' recomputation, of one sub-batch. More would hold more memory, and
+# waits are shorter than that.
 _MAX_POSTPONED_WGRADS = 8
 _MAX_RECOMPUTES_AHEAD = 4
 
@@ -49,7 +53,6 @@ def attach_schedule(
 
     stage = ScheduledStage(
         cut(model, collectives, recomputes_row_parallel=Idea.RECOMPUTE_WITHOUT_GEMM in without),
-        recompute=recomputed_blocks(model.config, len(model.decoder.layers)),
         sub_batches=sub_batches,
         collectives=collectives,
         filler=Filler(
@@ -66,7 +69,25 @@ def attach_schedule(
     tensor_parallel_layers.apply()
     gpt_model.apply()
     model.oases_stage = stage
+    _check_iterations(model.config, stage, overlap_grad_reduce)
     return stage
+
+
+def _check_iterations(config: TransformerConfig, stage: ScheduledStage, overlap_grad_reduce: bool) -> None:
+    """Has the training loop check, before gradients are used, that what the schedule was told about it is true."""
+    finalize = config.finalize_model_grads_func or finalize_model_grads
+
+    def checked(model: Sequence[torch.nn.Module], *args, **kwargs) -> None:
+        stage.end_iteration()
+        for chunk in model:
+            overlaps = getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", overlap_grad_reduce)
+            if overlaps != overlap_grad_reduce:
+                raise RuntimeError(
+                    f"attach_schedule was told overlap_grad_reduce={overlap_grad_reduce}, the model has {overlaps}"
+                )
+        return finalize(model, *args, **kwargs)
+
+    config.finalize_model_grads_func = checked
 
 
 def _check_same_on_every_rank(digest: str, group: dist.ProcessGroup) -> None:

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.oases.runtime.cell import Cell, Graph, Inputs
 from megatron.oases.runtime.linear import BiasGradient, LinearScheduling
 from megatron.oases.runtime.rng import RngStates
+from megatron.oases.schedule import Part
 
 
 class CutPart:
@@ -28,6 +29,7 @@ class CutPart:
 
     # Whether the core runs a collective of its own, so that it may not leave its turn.
     communicates_inside = False
+    wgrad_may_move = True
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class Block(CutPart):
     """Half a transformer layer: norm, core (column-parallel to row-parallel), bias-dropout-add.
 
     Args:
+        kind: whether backward recomputes the block.
         bias_dropout_add: ((partial, bias), residual) → [s, b, h], Megatron's own function.
         is_training: tells whether the layer is in training mode.
         hidden_dropout: probability of the dropout in bias_dropout_add.
@@ -110,6 +113,7 @@ class Block(CutPart):
     def __init__(
         self,
         *,
+        kind: Part,
         bias_dropout_add: Callable[[tuple[Tensor, Tensor | None], Tensor], Tensor],
         is_training: Callable[[], bool],
         hidden_dropout: float,
@@ -120,6 +124,7 @@ class Block(CutPart):
         **cut_arguments,
     ):
         super().__init__(**cut_arguments)
+        self.kind = kind
         self._bias_dropout_add = bias_dropout_add
         self._is_training = is_training
         self._hidden_dropout = hidden_dropout

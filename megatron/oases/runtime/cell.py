@@ -74,7 +74,7 @@ class Tape:
         self.labels = labels
         self.xs: list[Tensor | None] = list(xs) if xs is not None else [None] * sub_batches  # newest of each
         self.gradients: list[Tensor | None] = [None] * sub_batches  # newest of each
-        self.logits: list[Tensor | None] = [None] * sub_batches  # [s, b_i, vocabulary/t]
+        self.logits: list[Tensor | None] = [None] * sub_batches  # [s, b_i, vocabulary/t], up to the loss
         self.loss: Tensor | None = None  # [b, s]
-        self.loss_graph: GradientEdge | None = None  # end of the graph that begins at the logits
+        self.loss_graph: tuple[Tensor, GradientEdge] | None = None  # the logits [s, b, vocabulary/t], and the loss
         self.loss_gradient: Tensor | None = None  # [b, s]

@@ -64,6 +64,7 @@ class SdpaCoreAttention(torch.nn.Module):
             [s, b, heads/t · d].
         """
         assert attention_bias is None and packed_seq_params is None
+        assert attention_mask is not None or attn_mask_type in (None, AttnMaskType.causal)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         # Which mask a head drops must differ between ranks. Under sequence parallelism Megatron has seen to that already.
         forks = self._dropout > 0 and self.training and not self._sequence_parallel

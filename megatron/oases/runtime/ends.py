@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.oases.runtime.block import CutPart
 from megatron.oases.runtime.cell import Cell, Tape
 from megatron.oases.runtime.collectives import Collectives
+from megatron.oases.schedule import Part
 
 
 class EmbeddingScheduling:
@@ -33,7 +34,9 @@ class Embedding:
     """
 
     # With sequence parallelism WGRAD gathers the gradient, here or, with learned positions, inside Megatron's backward.
+    kind = Part.EMBEDDING
     communicates_inside = True
+    wgrad_may_move = False
 
     def __init__(self, module: LanguageModelEmbedding, scheduling: EmbeddingScheduling, collectives: Collectives):
         self._module = module
@@ -86,24 +89,25 @@ class Head(CutPart):
             started once, when no large one is in their way.
     """
 
+    kind = Part.HEAD
+    # Its weight gradient keeps the gradient of the logits alive, and has its place before that of tied embeddings.
+    wgrad_may_move = False
+
     def __init__(self, *, loss: Callable[[Tensor, Tensor], Tensor], **cut_arguments):
         super().__init__(**cut_arguments)
         self._loss = loss
 
     def loss(self, tape: Tape) -> None:
         """LOSS: tape.loss, from tape.logits."""
-        logits = [part.requires_grad_(tape.keep) for part in tape.logits]
+        logits, tape.logits = torch.cat(tape.logits, dim=1).requires_grad_(tape.keep), []
         with torch.set_grad_enabled(tape.keep):
-            loss = self._loss(tape.labels, torch.cat(logits, dim=1))
+            loss = self._loss(tape.labels, logits)
         if tape.keep:
-            tape.loss_graph = get_gradient_edge(loss)
-        else:
-            tape.logits = []
+            tape.loss_graph = (logits, get_gradient_edge(loss))
         tape.loss = loss.detach()
 
     def loss_grad(self, tape: Tape) -> None:
         """LOSS_GRAD: the gradient of each sub-batch's logits, from that of the loss."""
-        logits, tape.logits = tape.logits, []
-        torch.autograd.backward((tape.loss_graph,), (tape.loss_gradient,))
-        tape.loss_graph = None
-        tape.gradients = [part.grad for part in logits]
+        (logits, end), tape.loss_graph = tape.loss_graph, None
+        torch.autograd.backward((end,), (tape.loss_gradient,))
+        tape.gradients = [part.contiguous() for part in logits.grad.split(tape.batch_sizes, dim=1)]

@@ -1,12 +1,6 @@
-"""Runs a list of operations on tensors.
+"""Runs a list of operations on tensors."""
 
-The order of collectives is the list's, the same on every rank. Only filler is dynamic: where the host can see that
-a collective is still in flight, it runs operations that no gradient waits for, instead of waiting.
-"""
-
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,20 +8,7 @@ from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Cell, Tape
 from megatron.oases.runtime.collectives import Collectives, InFlight
 from megatron.oases.runtime.ends import Embedding, Head
-from megatron.oases.schedule import AWAITS, Kind, Operation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Filler:
-    """What may leave its place in the order, to fill the wait for a collective.
-
-    Args:
-        max_postponed_wgrads: WGRADs that may wait for a gap; their inputs stay alive meanwhile. 0: run them in place.
-        max_recomputes_ahead: RECOMPUTEs that may run before their turn; their graphs stay alive meanwhile.
-    """
-
-    max_postponed_wgrads: int = 0
-    max_recomputes_ahead: int = 0
+from megatron.oases.schedule import Filler, Kind, Operation, walk
 
 
 class Executor:
@@ -55,22 +36,17 @@ class Executor:
 
     def run(self, order: Sequence[Operation], *tapes: Tape) -> None:
         """Runs the list. `tapes` are the micro-batches that it deals with; what they hold is used up or filled in."""
-        filling = _Filling(order, self._parts, self._filler)
-        for operation in order:
-            if filling.takes(operation):
-                continue
-            cell = tapes[operation.micro_batch].cells[operation.place, operation.sub_batch]
-            awaited = cell.in_flight.get(AWAITS.get(operation.kind))
-            while awaited is not None and not awaited.is_completed():
-                filler = filling.next(tapes)
-                if filler is None:
-                    break
-                self._run(filler, tapes[filler.micro_batch])
+
+        def has_ended(collective: Operation) -> bool:
+            cell = tapes[collective.micro_batch].cells[collective.place, collective.sub_batch]
+            return cell.in_flight[collective.kind].is_completed()
+
+        for operation in walk(order, self._filler, may_move=self._may_move, has_ended=has_ended):
             self._run(operation, tapes[operation.micro_batch])
-            while filling.is_full:
-                self._run(filling.postponed.popleft(), tapes[0])
-        while filling.postponed:
-            self._run(filling.postponed.popleft(), tapes[0])
+
+    def _may_move(self, operation: Operation) -> bool:
+        part = self._parts[operation.place]
+        return part.wgrad_may_move if operation.kind is Kind.WGRAD else not part.communicates_inside
 
     def _run(self, operation: Operation, tape: Tape) -> None:
         part, i = self._parts[operation.place], operation.sub_batch
@@ -139,48 +115,3 @@ def _waited_for(cell: Cell, communication: Kind) -> Tensor | None:
     """What the collective brought; None where the schedule has no such collective."""
     in_flight = cell.in_flight.pop(communication, None)
     return in_flight.wait() if in_flight is not None else None
-
-
-class _Filling:
-    """The filler of one run of a list."""
-
-    def __init__(self, order: Sequence[Operation], parts: Sequence[Embedding | Block | Head], filler: Filler):
-        self._parts = parts
-        self._gathers = any(op.kind is Kind.REGATHER for op in order)
-        self._filler = filler
-        self.postponed: deque[Operation] = deque()
-        self._recomputes = deque(op for op in order if op.kind is Kind.RECOMPUTE and self._may_move(op))
-        self._ahead: set[Operation] = set()
-
-    def _may_move(self, operation: Operation) -> bool:
-        return not self._parts[operation.place].communicates_inside
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.postponed) > self._filler.max_postponed_wgrads
-
-    def takes(self, operation: Operation) -> bool:
-        """Whether the operation, whose turn it is, need not run now: it ran ahead, or may wait for a gap."""
-        if operation in self._ahead:
-            self._ahead.remove(operation)
-            return True
-        if self._recomputes and operation == self._recomputes[0]:
-            self._recomputes.popleft()
-        if operation.kind is Kind.WGRAD and self._filler.max_postponed_wgrads and self._may_move(operation):
-            self.postponed.append(operation)
-            return True
-        return False
-
-    def next(self, tapes: Sequence[Tape]) -> Operation | None:
-        """What to run while waiting, if there is anything."""
-        if self.postponed:
-            return self.postponed.popleft()
-        if not self._recomputes or len(self._ahead) >= self._filler.max_recomputes_ahead:
-            return None
-        operation = self._recomputes[0]
-        cell = tapes[operation.micro_batch].cells[operation.place, operation.sub_batch]
-        gathered = cell.in_flight.get(Kind.REGATHER)
-        if self._gathers and (gathered is None or not gathered.is_completed()):
-            return None
-        self._ahead.add(self._recomputes.popleft())
-        return operation

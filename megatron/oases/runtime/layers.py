@@ -17,6 +17,7 @@ from megatron.oases.runtime.cell import Inputs
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Head
 from megatron.oases.runtime.linear import LinearScheduling
+from megatron.oases.schedule import Part
 
 _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
@@ -30,8 +31,9 @@ def cut(
         UsageError: the model has something that a schedule cannot run.
     """
     parts: list[Embedding | Block | Head] = [_embedding(model, collectives)] if model.pre_process else []
-    for layer in model.decoder.layers:
-        parts += _cut_layer(layer, recomputes_row_parallel)
+    recomputed = _recomputed_blocks(model.config, len(model.decoder.layers))
+    for layer, kinds in zip(model.decoder.layers, recomputed, strict=True):
+        parts += _cut_layer(layer, kinds, recomputes_row_parallel=recomputes_row_parallel)
     if model.post_process:
         parts.append(_head(model))
     return parts
@@ -44,8 +46,7 @@ def _embedding(model: GPTModel, collectives: Collectives) -> Embedding:
 
 
 def _head(model: GPTModel) -> Head:
-    is_tied_here = model.share_embeddings_and_output_weights and model.pre_process
-    scheduling = LinearScheduling(accumulate_in_place=not is_tied_here)
+    scheduling = LinearScheduling()
     model.output_layer.oases_scheduling = scheduling
 
     def logits(normed: Tensor, _: Inputs) -> tuple[Tensor, None]:
@@ -57,12 +58,15 @@ def _head(model: GPTModel) -> Head:
     )
 
 
-def _cut_layer(layer: TransformerLayer, recomputes_row_parallel: bool) -> tuple[Block, Block]:
+def _cut_layer(
+    layer: TransformerLayer, kinds: tuple[Part, Part], *, recomputes_row_parallel: bool
+) -> tuple[Block, Block]:
     """The layer's attention block and MLP block."""
     _check(layer)
     config = layer.config
     attention = _block(
         layer,
+        kind=kinds[0],
         norm=layer.input_layernorm,
         core=partial(_attention, layer),
         bias_dropout_add=layer.self_attn_bda,
@@ -74,6 +78,7 @@ def _cut_layer(layer: TransformerLayer, recomputes_row_parallel: bool) -> tuple[
     )
     mlp = _block(
         layer,
+        kind=kinds[1],
         norm=layer.pre_mlp_layernorm,
         core=lambda normed, _: layer.mlp(normed),
         bias_dropout_add=layer.mlp_bda,
@@ -85,20 +90,21 @@ def _cut_layer(layer: TransformerLayer, recomputes_row_parallel: bool) -> tuple[
     return attention, mlp
 
 
-def recomputed_blocks(config: TransformerConfig, num_layers: int) -> tuple[bool, ...]:
-    """For each block of `num_layers` layers, whether Megatron's recomputation flags ask to recompute all of it."""
+def _recomputed_blocks(config: TransformerConfig, num_layers: int) -> list[tuple[Part, Part]]:
+    """For the attention and the MLP of each layer, whether Megatron's flags ask to recompute all of it."""
+    kept, recomputed = Part.BLOCK, Part.RECOMPUTED_BLOCK
     match config.recompute_granularity:
         case None:
-            layers = [(False, False)] * num_layers
+            return [(kept, kept)] * num_layers
         case "selective":
-            layers = [(False, "mlp" in config.recompute_modules)] * num_layers
+            return [(kept, recomputed if "mlp" in config.recompute_modules else kept)] * num_layers
         case "full" if config.recompute_method == "block":
-            layers = [(i < config.recompute_num_layers,) * 2 for i in range(num_layers)]
+            count = min(config.recompute_num_layers, num_layers)
+            return [(recomputed, recomputed)] * count + [(kept, kept)] * (num_layers - count)
         case "full":
-            layers = [(True, True)] * num_layers
+            return [(recomputed, recomputed)] * num_layers
         case other:
             raise UsageError(f"--recompute-granularity {other}: the oases schedule knows full and selective")
-    return tuple(recompute for layer in layers for recompute in layer)
 
 
 def _block(layer: TransformerLayer, *, bias_dropout_add, linears, **block_arguments) -> Block:

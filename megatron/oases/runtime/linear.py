@@ -23,12 +23,12 @@ class LinearGradient:
     bias: torch.nn.Parameter | None
     input: Tensor
     grad_output: Tensor
-    in_place: bool
+    fused: bool
 
     def accumulate(self) -> None:
         grad_output = self.grad_output.flatten(0, -2)
         if self.weight.requires_grad:
-            _accumulate_matmul(self.weight, grad_output, self.input.flatten(0, -2), in_place=self.in_place)
+            _accumulate_matmul(self.weight, grad_output, self.input.flatten(0, -2), fused=self.fused)
         if self.bias is not None:
             accumulate_gradient(self.bias, grad_output.sum(0))
 
@@ -51,15 +51,10 @@ class LinearScheduling:
     """Shared by the parallel linears of one part: whether a schedule runs them now, and how.
 
     Outside `owned` the linears are vanilla Megatron.
-
-    Args:
-        accumulate_in_place: whether weight gradients may be added straight to Megatron's gradient buffer. Not for a
-            weight that has another gradient besides, as tied embeddings have: Megatron's hook would drop that one.
     """
 
-    def __init__(self, *, accumulate_in_place: bool = True):
+    def __init__(self):
         self.active = False
-        self._accumulate_in_place = accumulate_in_place
         self._deferred: DeferredGradients | None = None
         self._leave_out_row_parallel = False
 
@@ -81,13 +76,18 @@ class LinearScheduling:
         finally:
             self.active, self._deferred, self._leave_out_row_parallel = False, None, False
 
-    def __call__(self, input_: Tensor, weight: Tensor, bias: Tensor | None, *, row_parallel: bool) -> Tensor:
-        """[..., in] → [..., out], this rank's shard, nothing reduced."""
+    def __call__(
+        self, input_: Tensor, weight: Tensor, bias: Tensor | None, *, row_parallel: bool, fused_wgrad: bool
+    ) -> Tensor:
+        """[..., in] → [..., out], this rank's shard, nothing reduced.
+
+        `fused_wgrad`: whether apex's kernel accumulates the weight gradient (--gradient-accumulation-fusion).
+        """
         assert self.active
         if not torch.is_grad_enabled():
             return torch.nn.functional.linear(input_, weight, bias)
         leave_out = row_parallel and self._leave_out_row_parallel
-        parameters = _Parameters(weight, bias, self._deferred, leave_out, self._accumulate_in_place)
+        parameters = _Parameters(weight, bias, self._deferred, leave_out, fused_wgrad)
         return _Linear.apply(input_, parameters)
 
 
@@ -99,7 +99,7 @@ class _Parameters:
     bias: torch.nn.Parameter | None
     deferred: DeferredGradients
     leave_out_output: bool
-    accumulate_in_place: bool
+    fused_wgrad: bool
 
 
 class _Linear(torch.autograd.Function):
@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
         parameters = ctx.parameters
         # Detached: through its graph the input would keep this list alive, and with it itself.
         gradient = LinearGradient(
-            parameters.weight, parameters.bias, input_.detach(), grad_output, parameters.accumulate_in_place
+            parameters.weight, parameters.bias, input_.detach(), grad_output, parameters.fused_wgrad
         )
         parameters.deferred.append(gradient)
         return grad_output.matmul(parameters.weight), None
@@ -130,18 +130,34 @@ def accumulate_gradient(parameter: torch.nn.Parameter, gradient: Tensor) -> None
         torch.autograd.backward((parameter,), (gradient,))
 
 
-def _accumulate_matmul(weight: torch.nn.Parameter, grad_output: Tensor, input_: Tensor, *, in_place: bool) -> None:
-    """Adds grad_output.T @ input to the weight's gradient, in place where Megatron keeps one of the same dtype."""
+def _accumulate_matmul(weight: torch.nn.Parameter, grad_output: Tensor, input_: Tensor, *, fused: bool) -> None:
+    """Adds grad_output.T @ input to the weight's gradient, in place where Megatron keeps one and a kernel can."""
     main_grad = getattr(weight, "main_grad", None)
-    in_place = in_place and main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
-    if in_place and main_grad.dtype == grad_output.dtype:
+    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+        accumulate_gradient(weight, grad_output.t().matmul(input_))
+    elif fused:
+        import fused_weight_gradient_mlp_cuda
+
+        if main_grad.dtype == torch.float32:
+            fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(input_, grad_output, main_grad)
+        else:
+            fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(input_, grad_output, main_grad)
+        _announce_in_place(weight)
+    elif main_grad.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), input_)
-        weight.grad_added_to_main_grad = True
-        with torch.enable_grad():
-            announced = _GradientIsInPlace.apply(weight)
-        torch.autograd.backward((announced,))
+        _announce_in_place(weight)
     else:
         accumulate_gradient(weight, grad_output.t().matmul(input_))
+
+
+def _announce_in_place(weight: torch.nn.Parameter) -> None:
+    """Fires Megatron's hooks on the parameter, and tells them that the gradient is in its place already."""
+    weight.grad_added_to_main_grad = True
+    with torch.enable_grad():
+        announced = _GradientIsInPlace.apply(weight)
+    torch.autograd.backward((announced,))
+    # Another gradient of the same weight, as of tied embeddings, is one that the hook has to add.
+    weight.grad_added_to_main_grad = False
 
 
 class _GradientIsInPlace(torch.autograd.Function):
@@ -155,4 +171,5 @@ class _GradientIsInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _: Tensor) -> Tensor:
         (weight,) = ctx.saved_tensors
-        return torch.empty_like(weight)
+        # Megatron adds the stand-in where the weight says so; else nobody reads it.
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -12,8 +12,9 @@ from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Cell, Inputs, Tape
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, Head
-from megatron.oases.runtime.executor import Executor, Filler
-from megatron.oases.schedule import Idea, Layout, Operation, Part, Schedule, build_oases_schedule, validate
+from megatron.oases.runtime.executor import Executor
+from megatron.oases.runtime.interleaving import Interleaving
+from megatron.oases.schedule import Filler, Idea, Layout, Operation, Part, Schedule, build_oases_schedule, validate
 
 _CUT_WITH_BATCH = ("tokens", "positions", "attention_mask")
 
@@ -23,7 +24,6 @@ class ScheduledStage:
 
     Args:
         parts: the chain.
-        recompute: for each block of the chain, whether backward recomputes it.
         sub_batches: number of sub-batches of a micro-batch in training.
         collectives: those of the tensor-parallel group.
         filler: what may fill waits.
@@ -37,7 +37,6 @@ class ScheduledStage:
         self,
         parts: Sequence[Embedding | Block | Head],
         *,
-        recompute: Sequence[bool],
         sub_batches: int,
         collectives: Collectives,
         filler: Filler,
@@ -47,8 +46,7 @@ class ScheduledStage:
         without: frozenset[Idea],
     ):
         self._without = without
-        blocks = iter(recompute)
-        self._chain = tuple(_kind_of(part, blocks) for part in parts)
+        self._chain = tuple(part.kind for part in parts)
         self._sub_batches = sub_batches
         self._sequence_parallel = sequence_parallel
         self._executor = Executor(parts, collectives, filler, sequence_parallel=sequence_parallel)
@@ -56,7 +54,7 @@ class ScheduledStage:
         self.schedule = self._schedule_for(sub_batches)
         has_both_ends = self._chain[0] is Part.EMBEDDING and self._chain[-1] is Part.HEAD
         interleaves = has_both_ends and Idea.INTERLEAVE not in without
-        self._interleaving = _Interleaving(micro_batches if interleaves else lambda: 1, last_apart=last_apart)
+        self._interleaving = Interleaving(micro_batches if interleaves else lambda: 1, last_apart=last_apart)
 
     def __call__(self, *, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None) -> Tensor:
         """Runs the stage on a micro-batch.
@@ -112,14 +110,23 @@ class ScheduledStage:
         self._run(self._schedule_for(len(tape.batch_sizes)).backward, tape)
 
     def _run(self, order: Sequence[Operation], *tapes: Tape) -> None:
-        # Each rank has its own part of the sequence, and so draws its own dropout masks, as in Megatron.
-        with get_cuda_rng_tracker().fork() if self._sequence_parallel else nullcontext():
-            self._executor.run(order, *tapes)
+        try:
+            # Each rank has its own part of the sequence, and so draws its own dropout masks, as in Megatron.
+            with get_cuda_rng_tracker().fork() if self._sequence_parallel else nullcontext():
+                self._executor.run(order, *tapes)
+        except BaseException:
+            self._interleaving.reset()
+            raise
+
+    def end_iteration(self) -> None:
+        """To be called when all micro-batches of an iteration have run, before their gradients are used."""
+        self._interleaving.end_iteration()
 
     def _tape(self, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None, *, keep: bool) -> Tape:
         samples = hidden_states.shape[1] if hidden_states is not None else inputs["tokens"].shape[0]
-        # Evaluation may bring fewer samples than there are sub-batches; training was checked beforehand.
-        sub_batches = min(self._sub_batches, samples)
+        if keep and samples < self._sub_batches:
+            raise ValueError(f"a micro-batch of {samples} samples cannot be cut into {self._sub_batches} sub-batches")
+        sub_batches = min(self._sub_batches, samples)  # evaluation may bring fewer samples
         sizes = [len(part) for part in torch.arange(samples).tensor_split(sub_batches)]
         xs = [x.contiguous() for x in hidden_states.split(sizes, dim=1)] if hidden_states is not None else None
         cut = _cut_inputs(inputs, sizes)
@@ -141,38 +148,6 @@ class ScheduledStage:
         return self._schedules[sub_batches]
 
 
-class _Interleaving:
-    """Puts a micro-batch's backward pass off, to run together with the next one's forward pass.
-
-    Megatron runs forward and backward of one micro-batch, then of the next. Where the chain begins with the embedding,
-    nobody waits for what backward returns; so it may as well run when the next forward pass has begun.
-    """
-
-    def __init__(self, micro_batches: Callable[[], int], *, last_apart: bool):
-        self._micro_batches = micro_batches
-        self._last_apart = last_apart
-        self._begun = 0  # forward passes of this iteration
-        self._newest: Tape | None = None
-        self._put_off: Tape | None = None
-
-    def begin(self, tape: Tape) -> Tape | None:
-        """Notes a forward pass; returns the micro-batch whose backward pass is to run with it."""
-        self._begun += 1
-        self._newest = tape
-        put_off, self._put_off = self._put_off, None
-        return put_off
-
-    def puts_off(self, tape: Tape) -> bool:
-        """Whether the backward pass of `tape`, which is due, is put off."""
-        to_come = self._micro_batches() - self._begun
-        if tape is self._newest and to_come > int(self._last_apart):
-            self._put_off = tape
-            return True
-        if to_come <= 0:
-            self._begun, self._newest = 0, None
-        return False
-
-
 class _Stage(torch.autograd.Function):
     """The boundary to autograd: what is inside keeps its own graphs and accumulates parameters' gradients itself."""
 
@@ -188,14 +163,6 @@ class _Stage(torch.autograd.Function):
         tape, ctx.tape = ctx.tape, None
         input_gradient = ctx.stage._backward(tape, gradient)
         return (input_gradient if ctx.needs_input_grad[0] else None), None, None, None, None
-
-
-def _kind_of(part: Embedding | Block | Head, recompute) -> Part:
-    if isinstance(part, Embedding):
-        return Part.EMBEDDING
-    if isinstance(part, Head):
-        return Part.HEAD
-    return Part.RECOMPUTED_BLOCK if next(recompute) else Part.BLOCK
 
 
 def _cut_inputs(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:

@@ -4,10 +4,12 @@ from megatron.oases.schedule.ablation import MEANING, Idea
 from megatron.oases.schedule.oases import build_oases_schedule
 from megatron.oases.schedule.operation import AWAITS, Kind, Layout, Operation, Part, Schedule, collectives
 from megatron.oases.schedule.validate import ScheduleError, validate
+from megatron.oases.schedule.walk import Filler, walk
 
 __all__ = [
     "AWAITS",
     "MEANING",
+    "Filler",
     "Idea",
     "Kind",
     "Layout",
@@ -18,4 +20,5 @@ __all__ = [
     "build_oases_schedule",
     "collectives",
     "validate",
+    "walk",
 ]
