@@ -50,7 +50,7 @@ def pretrain_gpt(device: str) -> None:
 
 @contextmanager
 def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
-    """Writes `--oases-report` for what runs inside."""
+    """Writes `--oases-report` for what runs inside, which `--oases-only` cuts down to one half."""
     if config.report is None:
         yield
         return
@@ -58,6 +58,8 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.training import training
 
+    from megatron.oases.host.replacements import Replacements
+    from megatron.oases.report.alone import communication_only, compute_only, starting_together
     from megatron.oases.report.iterations import IterationReport, report_steps
 
     def is_reporter() -> bool:
@@ -74,20 +76,28 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
         {
             "schedule": config.schedule,
             "sub_batches": config.sub_batches,
+            "only": config.only,
             "device": config.device,
             "world_size": args.world_size,
             "tensor_model_parallel_size": args.tensor_model_parallel_size,
             "tokens_per_iteration": args.global_batch_size * args.seq_length,
         },
     )
-    # On the CPU this is the host's stand-in.
-    synchronize = torch.cuda.synchronize
-    training.train_step = report_steps(
-        training.train_step, report, is_reporter=is_reporter, synchronize=synchronize
-    )
+    step = training.train_step
+    if config.only == "compute":
+        step = compute_only(step, parallel_state.get_tensor_model_parallel_group)
+    elif config.only == "communication":
+        step = communication_only(step, parallel_state.get_tensor_model_parallel_group)
+    # On the CPU `synchronize` is the host's stand-in.
+    step = report_steps(step, report, is_reporter=is_reporter, synchronize=torch.cuda.synchronize)
+    if config.only == "communication":
+        step = starting_together(step)
+    replacements = Replacements()
+    replacements.set(training, "train_step", step)
     try:
         yield
     finally:
+        replacements.undo()
         if is_reporter():
             report.write()
 

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 
@@ -17,12 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.oases.command_line import OneLineParser, split_at_double_dash  # noqa: E402
 from megatron.oases.errors import UsageError, exit_on_usage_error  # noqa: E402
-from megatron.oases.report.comparison import WARM_UP_ITERATIONS, Comparison, order_of_runs  # noqa: E402
+from megatron.oases.report.comparison import (  # noqa: E402
+    WARM_UP_ITERATIONS,
+    Comparison,
+    median_ms,
+    order_of_runs,
+)
 from megatron.oases.report.machine import describe_machine  # noqa: E402
 from megatron.oases.report.progress import runs_progress  # noqa: E402
-from megatron.oases.report.runs import REPOSITORY, Launcher, Run, RunFailed, run_once  # noqa: E402
-from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, shared_flags, world_size  # noqa: E402
-from megatron.oases.report.tables import comparison_table  # noqa: E402
+from megatron.oases.report.runs import REPOSITORY, Launcher, Run, RunFailed, run_name, run_once  # noqa: E402
+from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, shared_flags, system_flags, world_size  # noqa: E402
+from megatron.oases.report.tables import bound_table, comparison_table  # noqa: E402
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -33,7 +37,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         usage="compare.py [options] [-- MEGATRON FLAGS]",
     )
     parser.add_argument(
-        "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="the first is the one to compare with"
+        "--systems",
+        nargs="+",
+        default=list(SYSTEMS),
+        metavar="SYSTEM",
+        help="the first is the one to compare with; oases-without-IDEA[+IDEA] is the oases schedule without some of its "
+        f"ideas, as --oases-ablate of pretrain_gpt.py takes them (default: {' '.join(SYSTEMS)})",
     )
     parser.add_argument(
         "--nic-gbps",
@@ -50,6 +59,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--recompute", choices=RECOMPUTE, default="full", help="activation recomputation (default full)"
     )
+    parser.add_argument(
+        "--bound",
+        action="store_true",
+        help="also measure each system's computation alone and its tensor-parallel communication alone, which bound "
+        "what any order of them can reach; takes three times as many runs",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there (default: nowhere)")
     own, overrides = split_at_double_dash(argv)
     arguments = parser.parse_args(own)
@@ -59,6 +74,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    for system in arguments.systems:
+        system_flags(system)
     if len(set(arguments.systems)) != len(arguments.systems):
         raise UsageError(f"--systems {' '.join(arguments.systems)} names a system twice")
     if arguments.nic_gbps is not None and not (math.isfinite(arguments.nic_gbps) and arguments.nic_gbps > 0):
@@ -77,21 +94,23 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def compare(arguments: argparse.Namespace, flags: Sequence[str], launcher: Launcher, console: Console) -> Comparison:
     runs: list[Run] = []
-    order = order_of_runs(arguments.systems, arguments.rounds)
+    halves = (None, "compute", "communication") if arguments.bound else (None,)
+    order = order_of_runs([(system, only) for system in arguments.systems for only in halves], arguments.rounds)
     with runs_progress(console, total=len(order)) as progress:
-        for round_number, system in order:
-            name = f"round {round_number}, {system}"
+        for round_number, (system, only) in order:
+            name = f"round {round_number}, {run_name(system, only)}"
             progress.start(name)
             run = run_once(
                 launcher,
                 system=system,
                 round_number=round_number,
-                flags=[*flags, *SYSTEMS[system]],
+                flags=[*flags, *system_flags(system)],
                 iterations=arguments.iterations,
                 on_line=progress.line,
+                only=only,
             )
             runs.append(run)
-            progress.finish(name, f"{median(run.iterations_ms[WARM_UP_ITERATIONS:]):.1f} ms an iteration")
+            progress.finish(name, f"{median_ms([run]):.1f} ms an iteration")
     return Comparison.of_runs(arguments.systems, runs)
 
 
@@ -113,7 +132,10 @@ def main() -> int:
         return 128 + signal.SIGINT
     network = "torchrun on this machine" if arguments.nic_gbps is None else f"NIC {arguments.nic_gbps:g} Gbit/s"
     title = f"{ranks} ranks, {network}, recomputation {arguments.recompute}"
-    Console().print(comparison_table(comparison, title=title))
+    console = Console()
+    console.print(comparison_table(comparison, title=title))
+    if arguments.bound:
+        console.print(bound_table(comparison))
     if arguments.json:
         command = shlex.join(["python", *sys.argv])
         machine = describe_machine(REPOSITORY) | {"threads_per_rank": launcher.threads_per_rank}

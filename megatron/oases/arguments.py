@@ -16,7 +16,11 @@ from megatron.oases.schedule import MEANING, Idea
 DEFAULT_SUB_BATCHES = 2
 _DEVICES = ("auto", "cuda", "cpu")
 _SCHEDULES = ("vanilla", "oases")
+_SPLITS = ("batch", "sequence")
+# What only the schedule reads.
+_SCHEDULE_FLAGS = ("--oases-sub-batches", "--oases-split", "--oases-ablate")
 _CORE_ATTENTIONS = ("local", "sdpa")
+_HALVES = ("compute", "communication")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,40 +30,43 @@ class OasesConfig:
     device: Literal["cuda", "cpu"]
     schedule: Literal["vanilla", "oases"] = "vanilla"
     sub_batches: int = 1
+    split: Literal["batch", "sequence"] = "batch"
     ablate: frozenset[Idea] = frozenset()
     core_attention: Literal["local", "sdpa"] = "local"
     report: Path | None = None
+    only: Literal["compute", "communication"] | None = None
 
     def __post_init__(self) -> None:
         if self.sub_batches < 1:
             raise UsageError(f"--oases-sub-batches {self.sub_batches} must be at least 1")
         if self.report is not None and not self.report.absolute().parent.is_dir():
             raise UsageError(f"--oases-report {self.report}: there is no folder {self.report.absolute().parent}")
+        if self.only is not None and self.report is None:
+            raise UsageError(f"--oases-only {self.only} does nothing but measure: add --oases-report FILE")
 
     @classmethod
     def from_args(cls, args: Namespace, *, device: Literal["cuda", "cpu"]) -> "OasesConfig":
         sub_batches = args.oases_sub_batches
         if args.oases_schedule == "vanilla":
-            if sub_batches is not None:
-                raise UsageError(
-                    f"--oases-sub-batches {sub_batches} has no effect with --oases-schedule vanilla: "
-                    "leave it out, or add --oases-schedule oases"
-                )
+            for flag in _SCHEDULE_FLAGS:
+                value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+                if value is not None:
+                    raise UsageError(
+                        f"{flag} {value} has no effect with --oases-schedule vanilla: "
+                        "leave it out, or add --oases-schedule oases"
+                    )
             sub_batches = 1
-            if args.oases_ablate is not None:
-                raise UsageError(
-                    f"--oases-ablate {args.oases_ablate} has no effect with --oases-schedule vanilla: "
-                    "leave it out, or add --oases-schedule oases"
-                )
         elif sub_batches is None:
             sub_batches = DEFAULT_SUB_BATCHES
         return cls(
             device=device,
             schedule=args.oases_schedule,
             sub_batches=sub_batches,
+            split=args.oases_split or "batch",
             ablate=_parse_ideas(args.oases_ablate),
             core_attention=args.oases_core_attention,
             report=Path(args.oases_report) if args.oases_report is not None else None,
+            only=args.oases_only,
         )
 
 
@@ -80,7 +87,15 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         metavar="N",
         help="Number of sub-batches that --oases-schedule oases splits each micro-batch into. 1 does not split. "
-        f"Must divide --micro-batch-size. Default: {DEFAULT_SUB_BATCHES}.",
+        f"Default: {DEFAULT_SUB_BATCHES}.",
+    )
+    group.add_argument(
+        "--oases-split",
+        choices=_SPLITS,
+        default=None,
+        help="Along what --oases-schedule oases cuts sub-batches. batch: samples; --oases-sub-batches must divide "
+        "--micro-batch-size. sequence: positions, for micro-batches of one sample; attention must be causal. "
+        "Default: batch.",
     )
     group.add_argument(
         "--oases-ablate",
@@ -103,6 +118,14 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="FILE",
         help="JSON file for the time (ms) and the loss of every training iteration. A file that is there is replaced. "
         "Default: none is written.",
+    )
+    group.add_argument(
+        "--oases-only",
+        choices=_HALVES,
+        default=None,
+        help="For measuring; trains nothing useful. compute: training steps without the tensor-parallel collectives. "
+        "communication: after a first step as it is, only its tensor-parallel collectives, on zeros. Needs "
+        "--oases-report. Default: both halves run.",
     )
     return parser
 

@@ -46,6 +46,7 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
                 attach_schedule(
                     chunk,
                     sub_batches=config.sub_batches,
+                    along_sequence=config.split == "sequence",
                     overlap_grad_reduce=args.overlap_grad_reduce,
                     micro_batches=get_num_microbatches,
                     without=config.ablate,

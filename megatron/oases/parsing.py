@@ -16,7 +16,7 @@ from megatron.oases.arguments import OasesConfig, add_oases_arguments, given_fla
 from megatron.oases.available import Available, choose_defaults
 from megatron.oases.errors import UsageError
 from megatron.oases.inputs import check_inputs
-from megatron.oases.support import check_schedule, check_script
+from megatron.oases.support import check_only, check_schedule, check_script
 
 
 def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, OasesConfig]:
@@ -45,7 +45,9 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
         args = parser.parse_known_args(argv)[0]
         check_script(args)
         _check_evaluation(args)
-        check_schedule(args, OasesConfig.from_args(args, device=device))
+        config = OasesConfig.from_args(args, device=device)
+        check_schedule(args, config)
+        check_only(args, config)
         check_inputs(args)
         if args.tokenizer_type == "GPT2BPETokenizer":
             from oases_patches import tokenizers_megatron_hf_tokenizer
@@ -61,6 +63,8 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
     if changed and args.rank == 0:
         where = "on the CPU" if device == "cpu" else "without all of Transformer Engine and apex"
         print(f"oases: {where}, so by default {' '.join(changed)}", flush=True)
+    if config.only is not None and args.rank == 0:
+        print(f"oases: --oases-only {config.only}: this run measures; it trains nothing useful", flush=True)
     if config.schedule == "oases" and args.tensor_model_parallel_size == 1 and args.rank == 0:
         print(
             "oases: --tensor-model-parallel-size is 1: there is no tensor-parallel communication to hide; "

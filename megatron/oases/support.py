@@ -175,7 +175,7 @@ def check_schedule(args: Namespace, config: OasesConfig) -> None:
             value = getattr(args, entry.flag.removeprefix("--").replace("-", "_"), True)
             shown = entry.flag if value is True else f"{entry.flag} {value}"
             raise UsageError(f"{shown}: --oases-schedule oases does not run with {entry.feature}")
-    _check_divisible("--micro-batch-size", args.micro_batch_size, config.sub_batches)
+    _check_split(args, config)
 
 
 def check_only(args: Namespace, config: OasesConfig) -> None:
@@ -199,10 +199,20 @@ def check_only(args: Namespace, config: OasesConfig) -> None:
             )
 
 
-def _check_divisible(flag: str, size: int | None, sub_batches: int) -> None:
+def _check_split(args: Namespace, config: OasesConfig) -> None:
+    parts, size = config.sub_batches, args.micro_batch_size
+    if config.split == "sequence":
+        if args.seq_length is not None and args.seq_length < parts:
+            raise UsageError(f"--seq-length {args.seq_length} is less than --oases-sub-batches {parts}")
+        for flag, is_used in (
+            ("--sequence-parallel", args.sequence_parallel),
+            ("--recompute-granularity selective", args.recompute_granularity == "selective"),
+        ):
+            if is_used:
+                raise UsageError(f"--oases-split sequence does not run with {flag}: use --oases-split batch")
     # Megatron itself asks for a micro-batch size that is missing.
-    if size is not None and size % sub_batches != 0:
+    elif size is not None and size % parts != 0:
         raise UsageError(
-            f"{flag} {size} is not divisible by --oases-sub-batches {sub_batches}: "
-            f"{size} = {size // sub_batches} x {sub_batches} + {size % sub_batches}"
+            f"--micro-batch-size {size} is not divisible by --oases-sub-batches {parts}: "
+            f"{size} = {size // parts} x {parts} + {size % parts}; choose a divisor, or --oases-split sequence"
         )

@@ -20,6 +20,7 @@ class ModelCase:
     rmsnorm: bool = False
     tied: bool = True
     masked: bool = False
+    sdpa: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -34,6 +35,7 @@ def build(case: ModelCase, seed: int = 17):
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     from megatron.core import parallel_state
 
+    from megatron.oases.runtime.core_attention import use_sdpa
     from oases_patches import torch_norm
 
     torch_norm.apply()
@@ -54,9 +56,10 @@ def build(case: ModelCase, seed: int = 17):
         normalization="RMSNorm" if case.rmsnorm else "LayerNorm",
     )
     config = TransformerConfig(**{**settings, **case.config})
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+        transformer_layer_spec=use_sdpa(spec) if case.sdpa else spec,
         vocab_size=case.vocabulary,
         max_sequence_length=case.sequence,
         share_embeddings_and_output_weights=case.tied,

@@ -14,36 +14,40 @@ from tests.distributed.test_exactness import FULL, SELECTIVE, SP
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.2)
 
 
-def _scheduled(case: ModelCase, sub_batches: int = 2):
+def _scheduled(case: ModelCase, sub_batches: int = 2, along_sequence: bool = False):
     from megatron.oases.runtime import attach_schedule
 
     model = build(case)
-    attach_schedule(model, sub_batches=sub_batches)
+    attach_schedule(model, sub_batches=sub_batches, along_sequence=along_sequence)
     return model
 
 
-def _step_with_dropout(config: dict) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
+def _step_with_dropout(config: dict, along_sequence: bool) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     case = ModelCase(rope=True, config={**DROPOUT, **config})
-    model = _scheduled(case)
+    model = _scheduled(case, along_sequence=along_sequence)
     torch.manual_seed(3)
     loss, gradients = step(model, batch(case))
     return loss, gradients, torch.rand(4)
 
 
-def _recomputation_equals_none(rank: int, config: dict):
-    without = _step_with_dropout(config)
+def _recomputation_equals_none(rank: int, config: dict, along_sequence: bool):
+    without = _step_with_dropout(config, along_sequence)
     assert step(_scheduled(ModelCase(rope=True)), batch(ModelCase(rope=True)))[0] != without[0], "nothing was dropped"
-    for recompute in (FULL, SELECTIVE):
-        recomputed = _step_with_dropout({**config, **recompute})
+    for recompute in (FULL,) if along_sequence else (FULL, SELECTIVE):
+        recomputed = _step_with_dropout({**config, **recompute}, along_sequence)
         assert recomputed[0] == without[0]
         for name, gradient in without[1].items():
             assert torch.equal(recomputed[1][name], gradient), name
         assert torch.equal(recomputed[2], without[2]), "the random state after the step differs"
 
 
-@pytest.mark.parametrize("config", [{}, SP], ids=["plain", "sequence parallel"])
-def test_with_dropout_recomputation_equals_none_bit_for_bit(world2, config):
-    world2.run(_recomputation_equals_none, config=config)
+@pytest.mark.parametrize(
+    "config, along_sequence",
+    [({}, False), (SP, False), ({}, True)],
+    ids=["plain", "sequence parallel", "along the sequence"],
+)
+def test_with_dropout_recomputation_equals_none_bit_for_bit(world2, config, along_sequence):
+    world2.run(_recomputation_equals_none, config=config, along_sequence=along_sequence)
 
 
 def _recorded_collectives(case: ModelCase, delayed: bool) -> tuple[list[tuple], dict[str, torch.Tensor]]:
@@ -274,20 +278,22 @@ def test_patches_leave_vanilla_models_alone(world2):
     world2.run(_patches_leave_others_alone)
 
 
-def _leftovers(rank: int, config: dict) -> list[str]:
+def _leftovers(rank: int, config: dict, along_sequence: bool) -> list[str]:
     """What a step leaves behind."""
     from megatron.oases.runtime.cell import Cell, Graph, Tape
+    from megatron.oases.runtime.chunks import Chunk
     from megatron.oases.runtime.linear import BiasGradient, LinearGradient
 
     case = ModelCase(config=config)
-    model = _scheduled(case)
+    model = _scheduled(case, along_sequence=along_sequence)
     step(model, batch(case))
     gc.collect()
-    temporary = (Cell, Graph, Tape, BiasGradient, LinearGradient)
+    temporary = (Chunk, Cell, Graph, Tape, BiasGradient, LinearGradient)
     return [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, temporary)]
 
 
-@pytest.mark.parametrize("config", [{}, FULL, {**FULL, **DROPOUT}, SP], ids=["none", "full", "dropout", "sequence"])
-def test_bug_weight_gradients_kept_each_other_alive(world2, config):
+@pytest.mark.parametrize("along_sequence", [False, True], ids=["along batch", "along sequence"])
+@pytest.mark.parametrize("config", [{}, FULL, {**FULL, **DROPOUT}], ids=["none", "full", "dropout"])
+def test_bug_weight_gradients_kept_each_other_alive(world2, config, along_sequence):
     """A row-parallel linear's input led through its graph to the list that held it: 75 MB an iteration."""
-    assert world2.run(_leftovers, config=config) == [[], []]
+    assert world2.run(_leftovers, config=config, along_sequence=along_sequence) == [[], []]

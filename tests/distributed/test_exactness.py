@@ -27,6 +27,8 @@ CASES = {
     "mask": ModelCase(masked=True, config=FULL),
     "one_layer": ModelCase(layers=1, config=FULL),
     "odd_batch": ModelCase(batch=5, config=FULL),
+    "sdpa": ModelCase(rope=True, sdpa=True, config={**FULL, "num_query_groups": 2}),
+    "sdpa_mask": ModelCase(masked=True, sdpa=True),
     "fp32_residual": ModelCase(config={**FULL, "fp32_residual_connection": True}),
 }
 
@@ -44,12 +46,24 @@ SEQUENCE_PARALLEL_CASES = {
 }
 
 
-def _both(rank: int, case: ModelCase, sub_batches: int):
+# Along the sequence: a micro-batch of one sample, odd chunks (a sequence of 10 in 3), several samples, masks of their own.
+SEQUENCE_CASES = {
+    "one sample": ModelCase(batch=1),
+    "full": ModelCase(batch=1, config=FULL),
+    "llama_full": ModelCase(
+        batch=1, rope=True, rmsnorm=True, tied=False, config={**SWIGLU, **FULL, "num_query_groups": 2}
+    ),
+    "mask": ModelCase(masked=True, config=FULL),
+    "sdpa": ModelCase(batch=1, rope=True, sdpa=True, config={**FULL, "num_query_groups": 2}),
+}
+
+
+def _both(rank: int, case: ModelCase, sub_batches: int, along_sequence: bool = False):
     from megatron.oases.runtime import attach_schedule
 
     model, inputs = build(case), batch(case)
     vanilla = step(model, inputs)
-    attach_schedule(model, sub_batches=sub_batches)
+    attach_schedule(model, sub_batches=sub_batches, along_sequence=along_sequence)
     oases = step(model, inputs)
     assert oases[0] == pytest.approx(vanilla[0], rel=1e-6)
     assert_close(oases[1], vanilla[1])
@@ -59,6 +73,12 @@ def _both(rank: int, case: ModelCase, sub_batches: int):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_vanilla(world2, name, sub_batches):
     world2.run(_both, case=CASES[name], sub_batches=sub_batches)
+
+
+@pytest.mark.parametrize("sub_batches", [2, 3])
+@pytest.mark.parametrize("name", SEQUENCE_CASES)
+def test_equals_vanilla_along_the_sequence(world2, name, sub_batches):
+    world2.run(_both, case=SEQUENCE_CASES[name], sub_batches=sub_batches, along_sequence=True)
 
 
 @pytest.mark.parametrize("sub_batches", [2, 3])

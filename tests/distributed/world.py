@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-CASE_TIMEOUT_S = 60
+CASE_TIMEOUT_S = 180
 
 
 class World:

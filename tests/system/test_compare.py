@@ -41,10 +41,18 @@ def test_systems_on_an_emulated_cluster(tmp_path: Path):
     assert "speed-up" in finished.output
 
 
-def test_a_run_under_torchrun_without_recomputation():
-    finished = compare("--systems", "oases", "--recompute", "none")
+def test_bound_under_torchrun_without_recomputation(tmp_path: Path):
+    out = tmp_path / "out.json"
+    finished = compare("--systems", "oases", "--recompute", "none", "--bound", "--json", str(out))
     assert finished.code == 0, finished.output
     assert "2 ranks, torchrun on this machine, recomputation none" in finished.output
+    assert "Against the bound" in finished.output
+    system = json.loads(out.read_text())["systems"]["oases"]
+    halves = (system["compute_only_ms"], system["communication_only_ms"])
+    assert min(halves) > 0
+    assert system["bound_ms"] == max(halves)
+    assert system["efficiency"] == pytest.approx(system["bound_ms"] / system["iteration_ms"])
+    assert 0 <= system["communication_hidden"] <= 1
 
 
 def test_flags_that_the_run_refuses_are_shown():

@@ -1,4 +1,7 @@
-"""Stands in for pretrain_gpt.py: reports iterations of 100 ms, or 50 ms with the Oases schedule, after slow warm-up."""
+"""Stands in for pretrain_gpt.py: reports iterations of 100 ms, or 50 ms with the Oases schedule, after slow warm-up.
+
+With --oases-only they take 40 ms (compute) or 30 ms (communication), and have no loss.
+"""
 
 import argparse
 import json
@@ -12,6 +15,7 @@ parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--train-iters", type=int)
 parser.add_argument("--oases-report", type=Path)
 parser.add_argument("--oases-schedule", default="vanilla")
+parser.add_argument("--oases-only")
 parser.add_argument("--fail-with", type=int)
 parser.add_argument("--kill-with", type=int)
 parser.add_argument("--no-report")
@@ -19,7 +23,12 @@ parser.add_argument("--wait-for-sigterm", type=Path)
 arguments, _ = parser.parse_known_args()
 
 if "STAND_IN_LOG" in os.environ:
-    entry = {"schedule": arguments.oases_schedule, "flags": sys.argv[1:], "threads": os.environ["OMP_NUM_THREADS"]}
+    entry = {
+        "schedule": arguments.oases_schedule,
+        "only": arguments.oases_only,
+        "flags": sys.argv[1:],
+        "threads": os.environ["OMP_NUM_THREADS"],
+    }
     with open(os.environ["STAND_IN_LOG"], "a") as log:
         log.write(json.dumps(entry) + "\n")
 
@@ -44,11 +53,13 @@ if arguments.no_report:
     sys.exit(0)
 
 time_ms, loss_shift = (50.0, 1e-6) if arguments.oases_schedule == "oases" else (100.0, 0.0)
+if arguments.oases_only:
+    time_ms = {"compute": 40.0, "communication": 30.0}[arguments.oases_only]
 iterations = [
     {
         "iteration": number,
         "time_ms": 10_000.0 if number <= 2 else time_ms,
-        "loss": 7.0 - 0.1 * number + loss_shift,
+        "loss": 7.0 - 0.1 * number + loss_shift if not arguments.oases_only else None,
         "skipped": False,
     }
     for number in range(1, arguments.train_iters + 1)

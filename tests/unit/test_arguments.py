@@ -27,6 +27,13 @@ def test_a_flag_without_effect_is_refused():
         _config("--oases-sub-batches", "2")
 
 
+def test_what_to_cut():
+    assert _config("--oases-schedule", "oases").split == "batch"
+    assert _config("--oases-schedule", "oases", "--oases-split", "sequence").split == "sequence"
+    with pytest.raises(UsageError, match="--oases-split sequence has no effect with --oases-schedule vanilla"):
+        _config("--oases-split", "sequence")
+
+
 def test_ideas_to_leave_out():
     config = _config("--oases-schedule", "oases", "--oases-ablate", "filler,ends")
     assert config.ablate == {Idea.FILLER, Idea.ENDS}
@@ -46,6 +53,13 @@ def test_report_needs_its_folder(tmp_path):
     assert _config("--oases-report", "here.json").report == Path("here.json")
     with pytest.raises(UsageError, match="--oases-report .*/b/a.json: there is no folder .*/b"):
         _config("--oases-report", str(tmp_path / "b" / "a.json"))
+
+
+def test_one_half_alone_needs_a_report(tmp_path):
+    config = _config("--oases-only", "compute", "--oases-report", str(tmp_path / "a.json"))
+    assert config.only == "compute"
+    with pytest.raises(UsageError, match="--oases-only communication .* add --oases-report FILE"):
+        _config("--oases-only", "communication")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,22 @@ def test_a_whole_comparison(stand_in, tmp_path, capsys):
     assert "run 4/4: round 2, megatron: 100.0 ms an iteration" in captured.err
 
 
+def test_the_halves_run_in_the_same_alternation(stand_in, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    code, runs = stand_in("--bound", "--rounds", "2", "--iterations", "3", "--json", str(out))
+    assert code == 0
+    once = [(schedule, only) for schedule in ("vanilla", "oases") for only in (None, "compute", "communication")]
+    assert [(run["schedule"], run["only"]) for run in runs] == once + once[::-1]
+    system = json.loads(out.read_text())["systems"]["oases"]
+    assert (system["compute_only_ms"], system["communication_only_ms"], system["bound_ms"]) == (40.0, 30.0, 40.0)
+    assert system["efficiency"] == pytest.approx(0.8)
+    assert system["communication_hidden"] == pytest.approx(1 - 10 / 30)
+    captured = capsys.readouterr()
+    assert "run 12/12: round 2, megatron: 100.0 ms an iteration" in captured.err
+    assert "round 1, oases, communication only: 30.0 ms an iteration" in captured.err
+    assert "67%" in captured.out
+
+
 def test_a_failing_run_shows_its_last_lines_and_gives_its_code(stand_in, capsys, tmp_path):
     out = tmp_path / "out.json"
     code, runs = stand_in("--rounds", "2", "--iterations", "5", "--json", str(out), "--", "--fail-with", "7")
@@ -114,6 +130,12 @@ def test_a_report_is_read_in_order_of_iterations():
 def test_a_report_of_half_a_run_is_refused():
     with pytest.raises(ValueError, match="3 iterations instead of 4"):
         parse_report(report(), system="a", round_number=1, iterations=4)
+
+
+def test_a_run_of_one_half_needs_no_loss():
+    entries = [{"iteration": 1, "time_ms": 1.0, "loss": None, "skipped": False}]
+    run = parse_report(report(iterations=entries), system="a", round_number=1, iterations=1, only="communication")
+    assert (run.only, run.iterations_ms, run.losses) == ("communication", (1.0,), ())
 
 
 def test_a_loss_that_is_not_finite_is_refused():

@@ -5,31 +5,52 @@ from rich.console import Console
 
 from megatron.oases.errors import UsageError
 from megatron.oases.report.comparison import Comparison, order_of_runs
-from megatron.oases.report.runs import Run
-from megatron.oases.report.systems import SYSTEMS, shared_flags, world_size
-from megatron.oases.report.tables import comparison_table
+from megatron.oases.report.runs import Half, Run
+from megatron.oases.report.systems import SYSTEMS, shared_flags, system_flags, world_size
+from megatron.oases.report.tables import bound_table, comparison_table
 
 
-def run(system: str, round_number: int, iterations_ms: list[float], losses: list[float] | None = None) -> Run:
+def run(
+    system: str,
+    round_number: int,
+    iterations_ms: list[float],
+    losses: list[float] | None = None,
+    only: Half | None = None,
+) -> Run:
     return Run(
         system=system,
         round_number=round_number,
         iterations_ms=tuple(iterations_ms),
-        losses=tuple(losses or [7.0, 6.0, 5.0, 4.0, 3.0][: len(iterations_ms)]),
+        losses=tuple(losses or [7.0, 6.0, 5.0, 4.0, 3.0][: len(iterations_ms)]) if only is None else (),
         tokens_per_iteration=1024,
+        only=only,
     )
+
+
+def runs() -> list[Run]:
+    return [
+        run("a", 1, [9000, 9000, 100, 120, 140]),
+        run("b", 1, [9000, 9000, 50, 50, 60], [7.0, 6.0, 5.0, 4.25, 3.0]),
+        run("b", 2, [9000, 9000, 80, 80, 80], [7.0, 6.0, 5.5, 4.0, 3.0]),
+        run("a", 2, [9000, 9000, 160, 180, 200]),
+    ]
 
 
 def comparison() -> Comparison:
-    return Comparison.of_runs(
-        ["a", "b"],
-        [
-            run("a", 1, [9000, 9000, 100, 120, 140]),
-            run("b", 1, [9000, 9000, 50, 50, 60], [7.0, 6.0, 5.0, 4.25, 3.0]),
-            run("b", 2, [9000, 9000, 80, 80, 80], [7.0, 6.0, 5.5, 4.0, 3.0]),
-            run("a", 2, [9000, 9000, 160, 180, 200]),
-        ],
-    )
+    return Comparison.of_runs(["a", "b"], runs())
+
+
+def bounded_comparison(*, slowest_ms: float = 90) -> Comparison:
+    """System b takes 70 ms, a 150."""
+    halves = [
+        run("a", 1, [9000, 9000, slowest_ms], only="compute"),
+        run("a", 1, [9000, 9000, 60], only="communication"),
+        run("b", 1, [9000, 9000, 40, 40, 50], only="compute"),
+        run("b", 2, [9000, 9000, 50, 50, 60], only="compute"),
+        run("b", 1, [9000, 9000, 63], only="communication"),
+        run("b", 2, [9000, 9000, 63], only="communication"),
+    ]
+    return Comparison.of_runs(["a", "b"], halves[:3] + runs() + halves[3:])
 
 
 def test_the_median_is_over_all_rounds_without_each_rounds_warm_up():
@@ -92,6 +113,33 @@ def test_the_table_fits_eighty_columns_and_has_every_number():
     assert cells == ["b", "70.0", "50-80", "14629", "2.143", "5.0e-01"]
 
 
+def test_runs_of_one_half_change_no_other_number():
+    plain, bounded = (c.to_json(command="", machine={}) for c in (comparison(), bounded_comparison()))
+    added = {"compute_only_ms", "communication_only_ms", "bound_ms", "efficiency", "communication_hidden"}
+    for name, system in bounded["systems"].items():
+        assert system.keys() - plain["systems"][name].keys() == added
+        bounded["systems"][name] = {key: value for key, value in system.items() if key not in added}
+    assert bounded == plain
+
+
+def test_the_bound_of_each_system_is_from_its_own_halves():
+    system = bounded_comparison().to_json(command="", machine={})["systems"]["b"]
+    assert system["compute_only_ms"] == 50
+    assert system["communication_only_ms"] == system["bound_ms"] == 63
+    assert system["efficiency"] == pytest.approx(63 / 70)
+    assert system["communication_hidden"] == pytest.approx(1 - 20 / 63)
+
+
+def test_the_table_of_bounds_fits_eighty_columns():
+    console = Console(width=80, file=io.StringIO())
+    console.print(bound_table(bounded_comparison(slowest_ms=54321.9)))
+    assert "…" not in console.file.getvalue()
+    lines = console.file.getvalue().splitlines()
+    (row,) = [line for line in lines if line.startswith("│ b ")]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["b", "70", "50", "63", "63", "0.900", "68%"]
+
+
 def test_rounds_alternate_forwards_and_backwards():
     assert order_of_runs(["a", "b", "c"], 2) == [(1, "a"), (1, "b"), (1, "c"), (2, "c"), (2, "b"), (2, "a")]
 
@@ -104,7 +152,9 @@ def test_the_users_flags_come_last():
     assert "--recompute-granularity" in shared_flags(recompute="full", iterations=7, overrides=[])
 
 
-@pytest.mark.parametrize("flag", ["--train-iters", "--train-iters=5", "--oases-report", "--oases-report=x"])
+@pytest.mark.parametrize(
+    "flag", ["--train-iters", "--train-iters=5", "--oases-report", "--oases-report=x", "--oases-only=compute"]
+)
 def test_flags_that_compare_needs_for_itself_are_refused(flag):
     with pytest.raises(UsageError, match=flag.partition("=")[0]):
         shared_flags(recompute="full", iterations=7, overrides=[flag, "5"])
@@ -132,3 +182,10 @@ def test_an_impossible_number_of_ranks_names_the_flag(value):
 def test_the_baseline_has_no_flag_of_ours():
     assert SYSTEMS["megatron"] == ()
     assert not any("oases" in flag for flag in shared_flags(recompute="full", iterations=7, overrides=[]))
+
+
+def test_systems_without_some_ideas():
+    assert system_flags("oases") == SYSTEMS["oases"]
+    assert system_flags("oases-without-gemm+filler") == (*SYSTEMS["oases"], "--oases-ablate", "gemm,filler")
+    with pytest.raises(UsageError, match="--systems merlin: there are megatron, oases and oases-without-IDEA"):
+        system_flags("merlin")

@@ -26,8 +26,13 @@ CHAINS = {
 }
 
 
-def _build(chain, sub_batches=2, sequence_parallel=False, without=()):
-    layout = Layout(chain=tuple(chain), sub_batches=sub_batches, sequence_parallel=sequence_parallel)
+def _build(chain, sub_batches=2, sequence_parallel=False, without=(), along_sequence=False):
+    layout = Layout(
+        chain=tuple(chain),
+        sub_batches=sub_batches,
+        sequence_parallel=sequence_parallel,
+        along_sequence=along_sequence,
+    )
     return build_oases_schedule(layout, without=frozenset(without))
 
 
@@ -37,6 +42,21 @@ def _build(chain, sub_batches=2, sequence_parallel=False, without=()):
 @pytest.mark.parametrize("name", CHAINS)
 def test_oases_is_legal(name, sub_batches, sequence_parallel, without):
     validate(_build(CHAINS[name], sub_batches, sequence_parallel, without))
+
+
+@pytest.mark.parametrize("without", [(), (Idea.COLLECTIVE_FIRST, Idea.ENDS)])
+@pytest.mark.parametrize("sub_batches", [1, 2, 3])
+@pytest.mark.parametrize("name", CHAINS)
+def test_oases_along_the_sequence_is_legal(name, sub_batches, without):
+    validate(_build(CHAINS[name], sub_batches, without=without, along_sequence=True))
+
+
+def test_along_the_sequence_gradients_begin_with_the_last_chunk():
+    order = _build([R, R], along_sequence=True).backward
+    assert order.index(Operation(Kind.DGRAD, 1, 1)) < order.index(Operation(Kind.DGRAD, 1, 0))
+    assert order.index(Operation(Kind.RECOMPUTE, 1, 0)) < order.index(Operation(Kind.RECOMPUTE, 1, 1))
+    with pytest.raises(ValueError, match="split over the ranks already"):
+        _build([R], sequence_parallel=True, along_sequence=True)
 
 
 def test_ablation_of_the_ends_leaves_nothing_to_hide_their_collectives():

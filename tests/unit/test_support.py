@@ -111,3 +111,20 @@ def test_one_half_alone_refuses_what_has_no_meaning_then(only, argv, message):
     check_only(args, _oases(args))
     args = _parse("--oases-only", only, "--oases-report", "report.json")
     check_only(args, _oases(args))
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--seq-length 2 --oases-sub-batches 3", "--seq-length 2 is less than --oases-sub-batches 3"),
+        ("--sequence-parallel", "--oases-split sequence does not run with --sequence-parallel"),
+        ("--recompute-granularity selective", "--oases-split sequence does not run with --recompute-granularity sel"),
+    ],
+)
+def test_split_along_the_sequence(argv, message):
+    # One sample is enough.
+    args = _parse("--oases-schedule", "oases", "--oases-split", "sequence", "--micro-batch-size", "1")
+    check_schedule(args, _oases(args))
+    args = _parse("--oases-schedule", "oases", "--oases-split", "sequence", *argv.split())
+    with pytest.raises(UsageError, match=message):
+        check_schedule(args, _oases(args))

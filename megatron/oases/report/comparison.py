@@ -1,13 +1,19 @@
 """From runs to a comparison: medians, speed-ups, and how far the losses are apart."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from megatron.oases.report.runs import Run
+from megatron.oases.report.bound import Bound
+from megatron.oases.report.runs import Half, Run
 
 WARM_UP_ITERATIONS = 2
+
+
+def median_ms(runs: Iterable[Run]) -> float:
+    """Median over the iterations of all runs, without each one's warm-up."""
+    return median(time_ms for run in runs for time_ms in run.iterations_ms[WARM_UP_ITERATIONS:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +22,27 @@ class SystemResult:
 
     name: str
     rounds: tuple[Run, ...]
+    compute_only: tuple[Run, ...] = ()
+    communication_only: tuple[Run, ...] = ()
 
     @property
     def iteration_ms(self) -> float:
-        """Median over the iterations of all rounds, without each round's warm-up."""
-        return median(time_ms for run in self.rounds for time_ms in run.iterations_ms[WARM_UP_ITERATIONS:])
+        return median_ms(self.rounds)
 
     @property
     def round_medians_ms(self) -> list[float]:
-        return [median(run.iterations_ms[WARM_UP_ITERATIONS:]) for run in self.rounds]
+        return [median_ms([run]) for run in self.rounds]
+
+    @property
+    def bound(self) -> Bound | None:
+        """None if the halves were not measured."""
+        if not (self.compute_only and self.communication_only):
+            return None
+        return Bound(
+            measured_ms=self.iteration_ms,
+            compute_only_ms=median_ms(self.compute_only),
+            communication_only_ms=median_ms(self.communication_only),
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -39,9 +57,18 @@ class Comparison:
 
     @classmethod
     def of_runs(cls, names: Sequence[str], runs: Sequence[Run]) -> "Comparison":
+        def of(name: str, only: Half | None) -> tuple[Run, ...]:
+            return tuple(run for run in runs if run.system == name and run.only == only)
+
         return cls(
             systems=tuple(
-                SystemResult(name=name, rounds=tuple(run for run in runs if run.system == name)) for name in names
+                SystemResult(
+                    name=name,
+                    rounds=of(name, None),
+                    compute_only=of(name, "compute"),
+                    communication_only=of(name, "communication"),
+                )
+                for name in names
             )
         )
 
@@ -70,6 +97,7 @@ class Comparison:
                     "iterations_ms": [list(run.iterations_ms) for run in system.rounds],
                     "tokens_per_s": system.tokens_per_s,
                     "losses": list(system.rounds[0].losses),
+                    **_bound_to_json(system.bound),
                 }
                 for system in self.systems
             },
@@ -80,10 +108,22 @@ class Comparison:
         }
 
 
-def order_of_runs(names: Sequence[str], rounds: int) -> list[tuple[int, str]]:
-    """(round, system): every other round backwards, so that a machine that slows down favours nobody."""
+def _bound_to_json(bound: Bound | None) -> dict[str, float]:
+    if bound is None:
+        return {}
+    return {
+        "compute_only_ms": bound.compute_only_ms,
+        "communication_only_ms": bound.communication_only_ms,
+        "bound_ms": bound.bound_ms,
+        "efficiency": bound.efficiency,
+        "communication_hidden": bound.communication_hidden,
+    }
+
+
+def order_of_runs[Item](items: Sequence[Item], rounds: int) -> list[tuple[int, Item]]:
+    """(round, item): every other round backwards, so that a machine that slows down favours nobody."""
     return [
-        (round_number, name)
+        (round_number, item)
         for round_number in range(1, rounds + 1)
-        for name in (names if round_number % 2 else reversed(names))
+        for item in (items if round_number % 2 else reversed(items))
     ]

@@ -9,10 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _LAST_LINES = 40
 _USER_ERROR = "error: "  # how errors.exit_on_usage_error begins its line
+
+
+Half = Literal["compute", "communication"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +26,13 @@ class Run:
     system: str
     round_number: int  # from 1
     iterations_ms: tuple[float, ...]
-    losses: tuple[float, ...]
+    losses: tuple[float, ...]  # empty where only one half ran
     tokens_per_iteration: int
+    only: Half | None = None
+
+
+def run_name(system: str, only: Half | None) -> str:
+    return system if only is None else f"{system}, {only} only"
 
 
 class RunFailed(Exception):
@@ -64,11 +73,17 @@ def run_once(
     flags: Sequence[str],
     iterations: int,
     on_line: Callable[[str], None],
+    only: Half | None = None,
 ) -> Run:
-    """Runs to the end, giving each line of output to `on_line`. Raises `RunFailed`."""
+    """Runs to the end, giving each line of output to `on_line`. Raises `RunFailed`.
+
+    `only`: the half of each training step that is to run.
+    """
     with tempfile.TemporaryDirectory(prefix="oases-compare-") as folder:
         report = Path(folder) / "report.json"
         script = [str(REPOSITORY / "pretrain_gpt.py"), *flags, "--oases-report", str(report)]
+        if only is not None:
+            script += ["--oases-only", only]
         last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         user_errors: list[str] = []
 
@@ -79,14 +94,16 @@ def run_once(
             on_line(line)
 
         exit_code = _execute(launcher.command(script), launcher.environment, keep)
-        where = f"round {round_number} of {system}"
+        where = f"round {round_number} of {run_name(system, only)}"
         if exit_code:
             code = exit_code if exit_code > 0 else 128 - exit_code
             # torchrun prints more than the last lines about a rank's failure, after what the rank itself has said.
             message = ": ".join([f"{where} ended with exit code {code}", *user_errors[:1]])
             raise RunFailed(message, last_lines=last_lines, exit_code=code)
         try:
-            return parse_report(report.read_text(), system=system, round_number=round_number, iterations=iterations)
+            return parse_report(
+                report.read_text(), system=system, round_number=round_number, iterations=iterations, only=only
+            )
         except (OSError, ValueError, KeyError) as error:
             raise RunFailed(f"{where} gave no usable report: {error}", last_lines=last_lines, exit_code=1) from error
 
@@ -112,19 +129,26 @@ def _execute(command: Sequence[str], environment: dict[str, str], on_line: Calla
             process.wait()
 
 
-def parse_report(text: str, *, system: str, round_number: int, iterations: int) -> Run:
-    """Reads what `--oases-report` wrote. Raises ValueError or KeyError if it is not a whole run."""
+def parse_report(
+    text: str, *, system: str, round_number: int, iterations: int, only: Half | None = None
+) -> Run:
+    """Reads what `--oases-report` wrote. Raises ValueError or KeyError if it is not a whole run.
+
+    Losses of a run of one half mean nothing, and are left out.
+    """
     report = json.loads(text)
     measured = sorted(report["iterations"], key=lambda entry: entry["iteration"])
     if len(measured) != iterations:
         raise ValueError(f"{len(measured)} iterations instead of {iterations}")
-    for entry in measured:
+    with_loss = measured if only is None else []
+    for entry in with_loss:
         if entry["loss"] is None:
             raise ValueError(f"the loss of iteration {entry['iteration']} is not finite")
     return Run(
         system=system,
         round_number=round_number,
         iterations_ms=tuple(entry["time_ms"] for entry in measured),
-        losses=tuple(entry["loss"] for entry in measured),
+        losses=tuple(entry["loss"] for entry in with_loss),
         tokens_per_iteration=report["tokens_per_iteration"],
+        only=only,
     )

@@ -11,6 +11,8 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "oases": ("--oases-schedule", "oases"),
 }
 
+_WITHOUT = "oases-without-"
+
 RECOMPUTE: dict[str, tuple[str, ...]] = {
     "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
     "none": (),
@@ -28,7 +30,7 @@ _REFERENCE_WORKLOAD = """
     --eval-iters 0 --eval-interval 1000000000 --log-interval 1
 """
 
-_OWN_FLAGS = {"--train-iters": "--iterations", "--oases-report": "--json"}
+_OWN_FLAGS = {"--train-iters": "--iterations", "--oases-report": "--json", "--oases-only": "--bound"}
 
 
 def shared_flags(*, recompute: str, iterations: int, overrides: Sequence[str]) -> list[str]:
@@ -38,6 +40,15 @@ def shared_flags(*, recompute: str, iterations: int, overrides: Sequence[str]) -
         if name in _OWN_FLAGS:
             raise UsageError(f"{name} after --: compare sets it itself, from {_OWN_FLAGS[name]}")
     return [*_REFERENCE_WORKLOAD.split(), *RECOMPUTE[recompute], "--train-iters", str(iterations), *overrides]
+
+
+def system_flags(name: str) -> tuple[str, ...]:
+    """What the system adds. `oases-without-A+B` is the oases schedule without its ideas A and B (`--oases-ablate A,B`)."""
+    if name.startswith(_WITHOUT):
+        return (*SYSTEMS["oases"], "--oases-ablate", name.removeprefix(_WITHOUT).replace("+", ","))
+    if name not in SYSTEMS:
+        raise UsageError(f"--systems {name}: there are {', '.join(SYSTEMS)} and {_WITHOUT}IDEA[+IDEA]")
+    return SYSTEMS[name]
 
 
 def world_size(flags: Sequence[str]) -> int:

@@ -4,6 +4,11 @@ from rich.table import Table
 
 from megatron.oases.report.comparison import WARM_UP_ITERATIONS, Comparison
 
+_BOUND_CAPTION = (
+    "Compute only: without the tensor-parallel collectives. Communication only: these collectives alone. "
+    "Bound: the slower of the two. Efficiency: bound / measured. Hidden: share of the communication."
+)
+
 
 def comparison_table(comparison: Comparison, *, title: str) -> Table:
     first = comparison.systems[0]
@@ -26,5 +31,31 @@ def comparison_table(comparison: Comparison, *, title: str) -> Table:
             f"{system.tokens_per_s:.0f}",
             f"{comparison.speedup(system):.3f}",
             f"{comparison.loss_difference(system):.1e}",
+        )
+    return table
+
+
+def bound_table(comparison: Comparison) -> Table:
+    """For a comparison whose halves were measured."""
+    table = Table(
+        title="Against the bound",
+        title_justify="left",
+        caption=_BOUND_CAPTION,
+        caption_justify="left",
+    )
+    table.add_column("system", no_wrap=True)
+    headings = ("measured\nms", "compute\nonly, ms", "communication\nonly, ms", "bound\nms", "efficiency", "hidden")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for system in comparison.systems:
+        bound = system.bound
+        table.add_row(
+            system.name,
+            f"{bound.measured_ms:.0f}",
+            f"{bound.compute_only_ms:.0f}",
+            f"{bound.communication_only_ms:.0f}",
+            f"{bound.bound_ms:.0f}",
+            f"{bound.efficiency:.3f}",
+            f"{bound.communication_hidden:.0%}",
         )
     return table

@@ -24,6 +24,7 @@ def attach_schedule(
     model: GPTModel,
     *,
     sub_batches: int,
+    along_sequence: bool = False,
     overlap_grad_reduce: bool = False,
     micro_batches: Callable[[], int] = lambda: 1,
     without: frozenset[Idea] = frozenset(),
@@ -36,6 +37,8 @@ def attach_schedule(
     Args:
         model: a GPT model, or the pipeline stage of one, before it is wrapped for data parallelism.
         sub_batches: number of sub-batches of a micro-batch.
+        along_sequence: whether they are cut along the sequence, as a micro-batch of one sample must be, instead of the
+            batch. Attention has to be causal.
         overlap_grad_reduce: whether data parallelism reduces gradients during backward. Its collectives start in the
             order in which gradients become ready, which then has to be the same on every rank.
         micro_batches: tells how many micro-batches the present training iteration has, for a loop that runs each one
@@ -52,8 +55,14 @@ def attach_schedule(
     postpones = dynamic and not overlap_grad_reduce and Idea.COLLECTIVE_FIRST not in without
 
     stage = ScheduledStage(
-        cut(model, collectives, recomputes_row_parallel=Idea.RECOMPUTE_WITHOUT_GEMM in without),
+        cut(
+            model,
+            collectives,
+            along_sequence=along_sequence,
+            recomputes_row_parallel=Idea.RECOMPUTE_WITHOUT_GEMM in without,
+        ),
         sub_batches=sub_batches,
+        along_sequence=along_sequence,
         collectives=collectives,
         filler=Filler(
             max_postponed_wgrads=_MAX_POSTPONED_WGRADS if postpones else 0,

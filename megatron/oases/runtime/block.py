@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.oases.runtime.cell import Cell, Graph, Inputs
+from megatron.oases.runtime.chunks import ChunkedAttention
 from megatron.oases.runtime.linear import BiasGradient, LinearScheduling
 from megatron.oases.runtime.rng import RngStates
 from megatron.oases.schedule import Part
@@ -25,6 +26,7 @@ class CutPart:
         norm: [s, b, h] → [s, b, h].
         core: (normed, inputs) → (this rank's output [s, b, ...], bias or None).
         linears: scheduling shared with the part's parallel linears.
+        chunked_attention: the core's attention, where sub-batches along the sequence go through it.
     """
 
     # Whether the core runs a collective of its own, so that it may not leave its turn.
@@ -37,10 +39,12 @@ class CutPart:
         norm: Callable[[Tensor], Tensor],
         core: Callable[[Tensor, Inputs], tuple[Tensor, Tensor | None]],
         linears: LinearScheduling,
+        chunked_attention: ChunkedAttention | None = None,
     ):
         self._norm = norm
         self._core = core
         self._linears = linears
+        self.chunked_attention = chunked_attention
 
     def norm(self, cell: Cell) -> Tensor:
         """NORM: the norm's output, from cell.x."""
@@ -57,7 +61,10 @@ class CutPart:
     def dgrad(self, cell: Cell, gradient: Tensor) -> Tensor:
         """The rest of DGRAD: the gradient of the core's input. The caller gets the only reference to it."""
         graph = cell.graph
-        torch.autograd.backward((graph.partial,), (gradient,))
+        edges, gradients = cell.chunk.collect() if cell.chunk is not None else ((), ())
+        torch.autograd.backward((graph.partial, *edges), (gradient, *gradients))
+        if cell.chunk is not None:
+            cell.chunk.hand_over()
         core_input_gradient, graph.core_input, graph.partial = graph.core_input.grad, None, None
         return core_input_gradient
 
@@ -89,6 +96,7 @@ class CutPart:
         with (
             torch.set_grad_enabled(keep_graph),
             self._linears.owned(deferred, leave_out_row_parallel=leave_out_row_parallel),
+            nullcontext() if self.chunked_attention is None else self.chunked_attention.on(cell.chunk),
         ):
             partial, cell.bias = self._core(core_input.requires_grad_(keep_graph), cell.inputs)
         if keep_graph:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from megatron.oases.runtime.chunks import Chunk
 from megatron.oases.runtime.collectives import InFlight
 from megatron.oases.runtime.linear import DeferredGradients
 from megatron.oases.runtime.rng import RngStates
@@ -44,6 +45,7 @@ class Cell:
     join_rng: RngStates | None = None
     partial_dtype: torch.dtype | None = None
     residual_gradient: Tensor | None = None
+    chunk: Chunk | None = None  # with sub-batches along the sequence
     deferred: DeferredGradients = field(default_factory=list)
 
 
@@ -52,29 +54,38 @@ class Tape:
 
     Args:
         cells: one for each (place in the chain, sub-batch).
-        batch_sizes: samples in each sub-batch.
+        sizes: samples (with sub-batches along the sequence: positions) in each sub-batch.
+        dim: the dimension of [s, b, h] that is cut.
         keep: whether a backward pass will follow.
         labels: [b, s], where the chain ends with a head.
-        xs: input of the first block for each sub-batch [s, b_i, h], where the chain begins without an embedding.
     """
 
     def __init__(
         self,
         cells: dict[tuple[int, int], Cell],
         *,
-        batch_sizes: Sequence[int],
+        sizes: Sequence[int],
+        dim: int,
         keep: bool,
         labels: Tensor | None,
-        xs: Sequence[Tensor] | None,
     ):
-        sub_batches = len(batch_sizes)
+        sub_batches = len(sizes)
         self.cells = cells
-        self.batch_sizes = list(batch_sizes)
+        self.sizes = list(sizes)
+        self.dim = dim
         self.keep = keep
         self.labels = labels
-        self.xs: list[Tensor | None] = list(xs) if xs is not None else [None] * sub_batches  # newest of each
+        self.xs: list[Tensor | None] = [None] * sub_batches  # newest of each: [s, b_i, h] or [s_i, b, h]
         self.gradients: list[Tensor | None] = [None] * sub_batches  # newest of each
         self.logits: list[Tensor | None] = [None] * sub_batches  # [s, b_i, vocabulary/t], up to the loss
         self.loss: Tensor | None = None  # [b, s]
         self.loss_graph: tuple[Tensor, GradientEdge] | None = None  # the logits [s, b, vocabulary/t], and the loss
         self.loss_gradient: Tensor | None = None  # [b, s]
+
+    def cut(self, whole: Tensor) -> list[Tensor]:
+        """[s, b, ...] → the part of each sub-batch, contiguous."""
+        return [part.contiguous() for part in whole.split(self.sizes, dim=self.dim)]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts of the sub-batches → [s, b, ...]."""
+        return torch.cat(list(parts), dim=self.dim)

@@ -35,6 +35,7 @@ class Embedding:
 
     # With sequence parallelism WGRAD gathers the gradient, here or, with learned positions, inside Megatron's backward.
     kind = Part.EMBEDDING
+    chunked_attention = None
     communicates_inside = True
     wgrad_may_move = False
 
@@ -99,7 +100,7 @@ class Head(CutPart):
 
     def loss(self, tape: Tape) -> None:
         """LOSS: tape.loss, from tape.logits."""
-        logits, tape.logits = torch.cat(tape.logits, dim=1).requires_grad_(tape.keep), []
+        logits, tape.logits = tape.joined(tape.logits).requires_grad_(tape.keep), []
         with torch.set_grad_enabled(tape.keep):
             loss = self._loss(tape.labels, logits)
         if tape.keep:
@@ -110,4 +111,4 @@ class Head(CutPart):
         """LOSS_GRAD: the gradient of each sub-batch's logits, from that of the loss."""
         (logits, end), tape.loss_graph = tape.loss_graph, None
         torch.autograd.backward((end,), (tape.loss_gradient,))
-        tape.gradients = [part.contiguous() for part in logits.grad.split(tape.batch_sizes, dim=1)]
+        tape.gradients = tape.cut(logits.grad)

@@ -84,7 +84,7 @@ class Executor:
                     gradient = self._join_grad(part, cell, tape, i)
                 cell.outgoing[Kind.REDUCE_GRAD] = part.dgrad(cell, gradient)
             case Kind.WGRAD if isinstance(part, Embedding):
-                part.wgrad_of_all(tape, [tape.cells[operation.place, i] for i in range(len(tape.batch_sizes))])
+                part.wgrad_of_all(tape, [tape.cells[operation.place, i] for i in range(len(tape.sizes))])
             case Kind.WGRAD:
                 part.wgrad(cell)
             case Kind.NORM_GRAD:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.oases.errors import UsageError
 from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Inputs
+from megatron.oases.runtime.chunks import ChunkedAttention
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Head
 from megatron.oases.runtime.linear import LinearScheduling
@@ -23,9 +24,15 @@ _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rota
 
 
 def cut(
-    model: GPTModel, collectives: Collectives, *, recomputes_row_parallel: bool = False
+    model: GPTModel, collectives: Collectives, *, along_sequence: bool, recomputes_row_parallel: bool
 ) -> list[Embedding | Block | Head]:
     """The parts of a GPT or of its pipeline stage. The model keeps its modules, parameters and names.
+
+    Args:
+        model: the GPT or stage.
+        collectives: those of the tensor-parallel group.
+        along_sequence: whether sub-batches are cut along the sequence.
+        recomputes_row_parallel: whether recomputation runs the row-parallel GEMMs too.
 
     Raises:
         UsageError: the model has something that a schedule cannot run.
@@ -33,7 +40,9 @@ def cut(
     parts: list[Embedding | Block | Head] = [_embedding(model, collectives)] if model.pre_process else []
     recomputed = _recomputed_blocks(model.config, len(model.decoder.layers))
     for layer, kinds in zip(model.decoder.layers, recomputed, strict=True):
-        parts += _cut_layer(layer, kinds, recomputes_row_parallel=recomputes_row_parallel)
+        parts += _cut_layer(
+            layer, kinds, along_sequence=along_sequence, recomputes_row_parallel=recomputes_row_parallel
+        )
     if model.post_process:
         parts.append(_head(model))
     return parts
@@ -59,7 +68,7 @@ def _head(model: GPTModel) -> Head:
 
 
 def _cut_layer(
-    layer: TransformerLayer, kinds: tuple[Part, Part], *, recomputes_row_parallel: bool
+    layer: TransformerLayer, kinds: tuple[Part, Part], *, along_sequence: bool, recomputes_row_parallel: bool
 ) -> tuple[Block, Block]:
     """The layer's attention block and MLP block."""
     _check(layer)
@@ -69,6 +78,7 @@ def _cut_layer(
         kind=kinds[0],
         norm=layer.input_layernorm,
         core=partial(_attention, layer),
+        chunked_attention=ChunkedAttention(layer.self_attention.core_attention) if along_sequence else None,
         bias_dropout_add=layer.self_attn_bda,
         linears=(layer.self_attention.linear_qkv, layer.self_attention.linear_proj),
         draws_random=config.attention_dropout > 0,

@@ -10,13 +10,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Cell, Inputs, Tape
+from megatron.oases.runtime.chunks import Chunk, chunk_of_mask
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, Head
 from megatron.oases.runtime.executor import Executor
 from megatron.oases.runtime.interleaving import Interleaving
 from megatron.oases.schedule import Filler, Idea, Layout, Operation, Part, Schedule, build_oases_schedule, validate
-
-_CUT_WITH_BATCH = ("tokens", "positions", "attention_mask")
 
 
 class ScheduledStage:
@@ -25,6 +24,7 @@ class ScheduledStage:
     Args:
         parts: the chain.
         sub_batches: number of sub-batches of a micro-batch in training.
+        along_sequence: whether they are cut along the sequence instead of the batch.
         collectives: those of the tensor-parallel group.
         filler: what may fill waits.
         sequence_parallel: whether what lies between blocks is split along the sequence.
@@ -38,6 +38,7 @@ class ScheduledStage:
         parts: Sequence[Embedding | Block | Head],
         *,
         sub_batches: int,
+        along_sequence: bool,
         collectives: Collectives,
         filler: Filler,
         sequence_parallel: bool,
@@ -47,7 +48,9 @@ class ScheduledStage:
     ):
         self._without = without
         self._chain = tuple(part.kind for part in parts)
+        self._chunked = {place for place, part in enumerate(parts) if part.chunked_attention is not None}
         self._sub_batches = sub_batches
+        self._along_sequence = along_sequence
         self._sequence_parallel = sequence_parallel
         self._executor = Executor(parts, collectives, filler, sequence_parallel=sequence_parallel)
         self._schedules: dict[int, Schedule] = {}
@@ -80,11 +83,11 @@ class ScheduledStage:
         self, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None, *, keep: bool
     ) -> tuple[Tensor, Tape]:
         tape = self._tape(hidden_states, inputs, labels, keep=keep)
-        schedule = self._schedule_for(len(tape.batch_sizes))
+        schedule = self._schedule_for(len(tape.sizes))
         put_off = self._interleaving.begin(tape) if keep else None
         if put_off is None:
             self._run(schedule.forward, tape)
-        elif len(put_off.batch_sizes) == len(tape.batch_sizes):
+        elif len(put_off.sizes) == len(tape.sizes):
             self._run(schedule.steady, put_off, tape)
         else:
             self._run_backward(put_off)
@@ -92,7 +95,7 @@ class ScheduledStage:
         if tape.loss is not None:
             output, tape.loss = tape.loss, None
         else:
-            output, tape.xs = torch.cat(tape.xs, dim=1), [None] * len(tape.xs)
+            output, tape.xs = tape.joined(tape.xs), [None] * len(tape.xs)
         return output, tape
 
     def _backward(self, tape: Tape, gradient: Tensor) -> Tensor | None:
@@ -100,14 +103,14 @@ class ScheduledStage:
         if self._chain[-1] is Part.HEAD:
             tape.loss_gradient = gradient
         else:
-            tape.gradients = [part.contiguous() for part in gradient.split(tape.batch_sizes, dim=1)]
+            tape.gradients = tape.cut(gradient)
         if self._interleaving.puts_off(tape):
             return None
         self._run_backward(tape)
-        return torch.cat(tape.gradients, dim=1) if self._chain[0] is not Part.EMBEDDING else None
+        return tape.joined(tape.gradients) if self._chain[0] is not Part.EMBEDDING else None
 
     def _run_backward(self, tape: Tape) -> None:
-        self._run(self._schedule_for(len(tape.batch_sizes)).backward, tape)
+        self._run(self._schedule_for(len(tape.sizes)).backward, tape)
 
     def _run(self, order: Sequence[Operation], *tapes: Tape) -> None:
         try:
@@ -123,24 +126,35 @@ class ScheduledStage:
         self._interleaving.end_iteration()
 
     def _tape(self, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None, *, keep: bool) -> Tape:
-        samples = hidden_states.shape[1] if hidden_states is not None else inputs["tokens"].shape[0]
-        if keep and samples < self._sub_batches:
-            raise ValueError(f"a micro-batch of {samples} samples cannot be cut into {self._sub_batches} sub-batches")
-        sub_batches = min(self._sub_batches, samples)  # evaluation may bring fewer samples
-        sizes = [len(part) for part in torch.arange(samples).tensor_split(sub_batches)]
-        xs = [x.contiguous() for x in hidden_states.split(sizes, dim=1)] if hidden_states is not None else None
-        cut = _cut_inputs(inputs, sizes)
-        cells = {
-            (place, i): Cell(cut[i], keep_graph=keep and part is not Part.RECOMPUTED_BLOCK)
-            for place, part in enumerate(self._chain)
-            for i in range(sub_batches)
-        }
-        return Tape(cells, batch_sizes=sizes, keep=keep, labels=labels, xs=xs)
+        dim = 0 if self._along_sequence else 1  # of [s, b, h]
+        whole = hidden_states.shape[dim] if hidden_states is not None else inputs["tokens"].shape[1 - dim]
+        if keep and whole < self._sub_batches:
+            what = "positions" if self._along_sequence else "samples"
+            raise ValueError(f"a micro-batch of {whole} {what} cannot be cut into {self._sub_batches} sub-batches")
+        sub_batches = min(self._sub_batches, whole)  # evaluation may bring fewer samples
+        sizes = [len(part) for part in torch.arange(whole).tensor_split(sub_batches)]
+        cut = _cut_sequence(inputs, sizes) if self._along_sequence else _cut_batch(inputs, sizes)
+        cells = {}
+        for place, part in enumerate(self._chain):
+            chunks: list[Chunk] = []
+            for i in range(sub_batches):
+                cell = Cell(cut[i], keep_graph=keep and part is not Part.RECOMPUTED_BLOCK)
+                if place in self._chunked:
+                    cell.chunk = Chunk(earlier=list(chunks))
+                    chunks.append(cell.chunk)
+                cells[place, i] = cell
+        tape = Tape(cells, sizes=sizes, dim=dim, keep=keep, labels=labels)
+        if hidden_states is not None:
+            tape.xs = tape.cut(hidden_states)
+        return tape
 
     def _schedule_for(self, sub_batches: int) -> Schedule:
         if sub_batches not in self._schedules:
             layout = Layout(
-                chain=self._chain, sub_batches=sub_batches, sequence_parallel=self._sequence_parallel
+                chain=self._chain,
+                sub_batches=sub_batches,
+                along_sequence=self._along_sequence,
+                sequence_parallel=self._sequence_parallel,
             )
             schedule = build_oases_schedule(layout, without=self._without)
             validate(schedule)
@@ -165,11 +179,31 @@ class _Stage(torch.autograd.Function):
         return (input_gradient if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
-def _cut_inputs(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
+def _cut_batch(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
+    """The inputs of each sub-batch. Tokens and positions are [b, s]; the mask is [b or 1, 1, s, s]."""
     cut = [dict(inputs) for _ in sizes]
-    for name in _CUT_WITH_BATCH:
+    for name in ("tokens", "positions", "attention_mask"):
         whole = inputs.get(name)
         if whole is not None and whole.shape[0] == sum(sizes):
-            for part, piece in zip(cut, whole.split(sizes, dim=0), strict=True):
+            for part, piece in zip(cut, whole.split(list(sizes), dim=0), strict=True):
                 part[name] = piece
+    return cut
+
+
+def _cut_sequence(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
+    """The inputs of each chunk. Rotary embeddings are [s, 1, 1, d]."""
+    cut, start = [], 0
+    for size in sizes:
+        end, part = start + size, dict(inputs)
+        for name in ("tokens", "positions"):
+            if inputs.get(name) is not None:
+                part[name] = inputs[name][:, start:end]
+        for name, whole in inputs.items():
+            if name.startswith("rotary") and whole is not None:
+                part[name] = whole[start:end]
+        tokens = inputs.get("tokens")
+        device = tokens.device if tokens is not None else torch.device("cpu")
+        part["attention_mask"] = chunk_of_mask(inputs.get("attention_mask"), start, end, device)
+        cut.append(part)
+        start = end
     return cut

@@ -62,9 +62,12 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
         # Recomputation needs no gradient: RECOMPUTE stands before the wait for the part above, and hides that
         # collective; what it gathers is on its way while the part above goes through its core.
         kinds = [(kind, place) for kind in layout.recompute_kinds(place) if kind is Kind.RECOMPUTE]
+        if layout.along_sequence:  # the first chunk first, while gradients begin with the last
+            order += _in_turns(layout, kinds)
+            kinds = []
         if place < last:
             if Idea.ENDS in without and layout.chain[place + 1] is Part.HEAD:
-                order += _in_turns(layout, [(Kind.NORM_GRAD, place + 1)])
+                order += _in_turns(layout, [(Kind.NORM_GRAD, place + 1)], last_first=layout.along_sequence)
             else:
                 kinds.append((Kind.NORM_GRAD, place + 1))
         for kind in _backward_kinds(layout, place, without):
@@ -72,8 +75,8 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
                 kinds += regather(place - 1)
             if kind is not Kind.NORM_GRAD:
                 kinds.append((kind, place))
-        order += _in_turns(layout, kinds)
-    order += _in_turns(layout, [(Kind.NORM_GRAD, first)])
+        order += _in_turns(layout, kinds, last_first=layout.along_sequence)
+    order += _in_turns(layout, [(Kind.NORM_GRAD, first)], last_first=layout.along_sequence)
     if layout.chain[0] is Part.EMBEDDING:
         order.append(Operation(Kind.WGRAD, 0))
     return order
@@ -91,7 +94,9 @@ def _touches_end(layout: Layout, place: int) -> bool:
     return layout.chain[place] is Part.HEAD or (place > 0 and layout.chain[place - 1] is Part.EMBEDDING)
 
 
-def _in_turns(layout: Layout, kinds: Iterable[tuple[Kind, int]]) -> Iterator[Operation]:
+def _in_turns(
+    layout: Layout, kinds: Iterable[tuple[Kind, int]], *, last_first: bool = False
+) -> Iterator[Operation]:
     """The same operations for every sub-batch, which take turns whenever one has started a collective.
 
     What follows the last collective goes with it: weight gradients stand right behind the collective that they hide.
@@ -100,8 +105,9 @@ def _in_turns(layout: Layout, kinds: Iterable[tuple[Kind, int]]) -> Iterator[Ope
     if len(runs) > 1 and all(kind is Kind.WGRAD for kind, _ in runs[-1]):
         weight_gradients = runs.pop()
         runs[-1] += weight_gradients
+    sub_batches = range(layout.sub_batches)
     for run in runs:
-        for i in range(layout.sub_batches):
+        for i in reversed(sub_batches) if last_first else sub_batches:
             for kind, place in run:
                 yield Operation(kind, place, i)
 

@@ -8,6 +8,7 @@ head. For block `k` and sub-batch `i`
 and an operation is one step of computing that, or of its gradient, for one (k, i).
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -87,13 +88,16 @@ class Layout:
 
     Args:
         chain: the parts of the pipeline stage, in the order of the forward pass.
-        sub_batches: number of sub-batches a micro-batch is cut into, along the batch dimension. With 1 nothing is there
-            to hide a collective behind but weight gradients.
-        sequence_parallel: whether what lies between blocks is split along the sequence.
+        sub_batches: number of sub-batches a micro-batch is cut into. With 1 nothing is there to hide a collective behind
+            but weight gradients.
+        along_sequence: whether the cuts are along the sequence instead of the batch. Then a chunk needs the keys and
+            values of the chunks before it, and in backward the gradients from the chunks behind it.
+        sequence_parallel: whether what lies between blocks is split over the ranks along the sequence.
     """
 
     chain: tuple[Part, ...]
     sub_batches: int
+    along_sequence: bool = False
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -104,6 +108,8 @@ class Layout:
         for place, part in enumerate(self.chain):
             if part is Part.EMBEDDING and place != 0 or part is Part.HEAD and place != len(self.chain) - 1:
                 raise ValueError(f"the {part.value} stands at place {place} of {len(self.chain)}")
+        if self.along_sequence and self.sequence_parallel:
+            raise ValueError("the sequence is split over the ranks already: no sub-batches along it")
 
     def forward_kinds(self, place: int) -> tuple[Kind, ...]:
         """The operations of a part in the forward pass, in order, for each sub-batch."""
@@ -154,6 +160,17 @@ class Layout:
         Only direct ones: what follows from them by transitivity is left out. A pass begins with what it is given: the
         tokens or the previous stage's output, the gradient of the loss or of the stage's output.
         """
+        return self._own_dependencies(operation) + self._dependencies_on_chunks(operation)
+
+    def _dependencies_on_chunks(self, operation: Operation) -> tuple[Operation, ...]:
+        if not self.along_sequence or not self.chain[operation.place].is_block:
+            return ()
+        step = {Kind.FORWARD: -1, Kind.RECOMPUTE: -1, Kind.DGRAD: 1}.get(operation.kind)
+        if step is None or operation.sub_batch + step not in range(self.sub_batches):
+            return ()
+        return (dataclasses.replace(operation, sub_batch=operation.sub_batch + step),)
+
+    def _own_dependencies(self, operation: Operation) -> tuple[Operation, ...]:
         place, part = operation.place, self.chain[operation.place]
 
         def at(kind: Kind, place: int = place, sub_batch: int = operation.sub_batch) -> Operation:
