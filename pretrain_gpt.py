@@ -80,7 +80,10 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
             "device": config.device,
             "world_size": args.world_size,
             "tensor_model_parallel_size": args.tensor_model_parallel_size,
-            "tokens_per_iteration": args.global_batch_size * args.seq_length,
+            # None where the number changes during the run.
+            "tokens_per_iteration": None
+            if args.step_batch_size_schedule
+            else args.global_batch_size * args.seq_length,
         },
     )
     step = training.train_step

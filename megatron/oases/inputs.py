@@ -6,7 +6,9 @@ line that names the flag.
 """
 
 import json
+import math
 import os
+import re
 import struct
 from argparse import Namespace
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, document boundaries
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _LENGTH_BYTES, _POINTER_BYTES, _BOUNDARY_BYTES = 4, 8, 8
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
 _DATA_PATH_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 _MODEL_TOKENIZERS = {
     "SentencePieceTokenizer": "sentencepiece",
@@ -33,10 +36,51 @@ _MODEL_TOKENIZERS = {
 
 
 def check_inputs(args: Namespace) -> None:
-    """Raises `UsageError` for a tokenizer or data file that is missing or broken."""
+    """Raises `UsageError` for a tokenizer, data or checkpoint file that is missing or broken."""
     check_tokenizer(args)
-    for flag, prefix in data_prefixes(args):
-        check_indexed_dataset(flag, prefix)
+    prefixes = list(data_prefixes(args))
+    if not prefixes and not args.mock_data and not args.skip_train:
+        _fail("no data to train on: give --data-path PREFIX, or --mock-data")
+    for flag, prefix in prefixes:
+        sequences = check_indexed_dataset(flag, prefix)
+        if flag in ("--data-path", "--data-args-path") and sequences is not None:
+            _check_data_split(args.split or _DEFAULT_SPLIT, prefix, sequences)
+    _check_checkpoint_folders(args)
+
+
+def _check_data_split(split: str, prefix: str, sequences: int) -> None:
+    """Megatron counts documents until there are enough; where a part has none, for ever."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    weights = [float(word) for word in re.findall(r"[.0-9]+", split) if _is_number(word)]
+    if 0 < len(weights) <= 3 and sum(weights) > 0:
+        parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    else:
+        _fail(f"--split {split}: give up to three weights that are not all 0, such as 98,1,1")
+    for name, part in zip(("training", "validation", "test"), parts, strict=True):
+        if part is not None:
+            begin, end = (round(bound * sequences) for bound in part)
+            if begin == end:
+                _fail(
+                    f"--split {split}: of the {sequences} documents of {prefix} the {name} part gets none "
+                    f"({part[0]:g} x {sequences} and {part[1]:g} x {sequences} both round to {begin}); "
+                    "give it more weight, or weight 0"
+                )
+
+
+def _check_checkpoint_folders(args: Namespace) -> None:
+    if args.load is not None and args.exit_on_missing_checkpoint:
+        tracker = Path(args.load) / "latest_checkpointed_iteration.txt"
+        if not tracker.is_file():
+            _fail(f"--load {args.load}: there is no checkpoint (no {tracker}), and --exit-on-missing-checkpoint is given")
+    if args.save is not None and "://" not in args.save:
+        try:
+            os.makedirs(args.save, exist_ok=True)
+        except OSError as error:
+            _fail(f"--save {args.save}: the folder cannot be made: {error.strerror}")
 
 
 def check_tokenizer(args: Namespace) -> None:
@@ -110,6 +154,9 @@ def _prefixes(flag: str, words: list[str]) -> list[str]:
     if len(words) > 1 and _is_number(words[0]):
         if len(words) % 2 != 0:
             _fail(f"{flag}: {len(words)} words do not make pairs of a weight and a prefix")
+        weights = words[::2]
+        if not all(_is_number(word) and 0 <= float(word) < math.inf for word in weights) or not any(map(float, weights)):
+            _fail(f"{flag}: the weights {', '.join(weights)} must not be negative, and not all 0")
         return words[1::2]
     return words
 
@@ -129,10 +176,14 @@ def _read(flag: str, path: str) -> str:
         _fail(f"{flag} {path}: {error.strerror}")
 
 
-def check_indexed_dataset(flag: str, prefix: str) -> None:
-    """Checks `prefix.idx` and `prefix.bin` against each other, reading the index's header and its last entry."""
+def check_indexed_dataset(flag: str, prefix: str) -> int | None:
+    """Checks `prefix.idx` and `prefix.bin` against each other, reading the index's header and its last entry.
+
+    Returns:
+        The number of sequences in it; None where the files are not on this machine.
+    """
     if prefix.startswith(("s3://", "msc://")):
-        return
+        return None
     for suffix in (".bin", ".idx"):
         if prefix.endswith(suffix):
             _fail(f"{flag} {prefix}: give the prefix, without {suffix}: {prefix.removesuffix(suffix)}")
@@ -141,16 +192,17 @@ def check_indexed_dataset(flag: str, prefix: str) -> None:
         if not os.path.isfile(path):
             _fail(f"{flag} {prefix}: there is no file {path}")
     try:
-        needed_bytes = _data_bytes(flag, index)
+        sequences, needed_bytes = _described(flag, index)
     except OSError as error:
         _fail(f"{flag} {prefix}: {index}: {error.strerror}")
     found_bytes = os.path.getsize(data)
     if found_bytes < needed_bytes:
         _fail(f"{flag} {prefix}: {data} was cut off: its index describes {needed_bytes} bytes, it has {found_bytes}")
+    return sequences
 
 
-def _data_bytes(flag: str, index: str) -> int:
-    """How many bytes of data the index describes."""
+def _described(flag: str, index: str) -> tuple[int, int]:
+    """How many sequences, and how many bytes of data, the index describes."""
     found_bytes = os.path.getsize(index)
     with open(index, "rb") as stream:
         header = stream.read(_HEADER.size)
@@ -173,7 +225,7 @@ def _data_bytes(flag: str, index: str) -> int:
         (length,) = struct.unpack("<i", stream.read(_LENGTH_BYTES))
         stream.seek(_HEADER.size + sequences * _LENGTH_BYTES + (sequences - 1) * _POINTER_BYTES)
         (pointer,) = struct.unpack("<q", stream.read(_POINTER_BYTES))
-    return pointer + length * _TOKEN_BYTES[code]
+    return sequences, pointer + length * _TOKEN_BYTES[code]
 
 
 def _fail(message: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import MutableMapping
 
 _LOOPBACK = "127.0.0.1"
@@ -15,6 +16,9 @@ def complete_environment(environment: MutableMapping[str, str] = os.environ) -> 
         environment.setdefault("MASTER_PORT", str(_free_port()))
     if _all_ranks_here(environment):
         _use_loopback(environment)
+    # Before Blackwell Megatron refuses tensor parallelism without it, and FSDP with it. Read when CUDA starts.
+    if not any("fsdp" in argument for argument in sys.argv):
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _free_port() -> int:

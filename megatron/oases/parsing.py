@@ -7,15 +7,17 @@ group.
 
 import sys
 import traceback
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.oases.arguments import OasesConfig, add_oases_arguments, given_flags
 from megatron.oases.available import Available, choose_defaults
 from megatron.oases.errors import UsageError
 from megatron.oases.inputs import check_inputs
+from megatron.oases.sizes import check_sizes
 from megatron.oases.support import check_only, check_schedule, check_script
 
 
@@ -33,6 +35,7 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
 
     def prepare(parser):
         parser.error = _raise_usage_error
+        _mend_help(parser)
         add_oases_arguments(parser)
         given = given_flags(parser, argv)
         schedule = getattr(given, "oases_schedule", "vanilla")
@@ -44,6 +47,7 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
         )
         args = parser.parse_known_args(argv)[0]
         check_script(args)
+        check_sizes(args)
         _check_evaluation(args)
         config = OasesConfig.from_args(args, device=device)
         check_schedule(args, config)
@@ -74,6 +78,16 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
     return args, config
 
 
+def _mend_help(parser: ArgumentParser) -> None:
+    """Megatron has a help text with a percent sign in it, on which argparse fails for every `--help`."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, KeyError, TypeError):
+            action.help = action.help.replace("%", "%%")
+
+
 def _check_evaluation(args: Namespace) -> None:
     # Megatron divides by it to size the validation set, whether it evaluates or not.
     if args.eval_interval is None and args.yaml_cfg is None and not args.skip_train and not args.full_validation:
@@ -84,15 +98,25 @@ def _raise_usage_error(message: str) -> NoReturn:
     raise UsageError(f"{message} (see --help)")
 
 
+_REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
+
+
 @contextmanager
 def megatron_refusals() -> Iterator[None]:
     """Turns what Megatron raises while it checks its arguments into a `UsageError`."""
+    import megatron.core
+    import megatron.training
+
     try:
         yield
     except UsageError:
         raise
-    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
+        folders = Path(frame.filename).parents
+        is_megatrons = any(Path(package.__path__[0]) in folders for package in (megatron.core, megatron.training))
+        if Path(__file__).parent in folders or not (is_megatrons or isinstance(error, _REFUSALS)):
+            raise  # a fault of ours, not of the flags
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         message = lines[0] if lines else frame.line
         raise UsageError(f"Megatron refuses these flags: {message} ({frame.filename}:{frame.lineno})") from error

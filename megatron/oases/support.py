@@ -145,6 +145,11 @@ UNSUPPORTED_BY_SCRIPT = (
     Unsupported("--dataloader-inter-document-masking", "packed sequences", _set("dataloader_inter_document_masking")),
     Unsupported("--dataloader-type", "a data loader of your own", lambda args: args.dataloader_type == "external"),
     Unsupported("--overlap-moe-expert-parallel-comm", "batch overlap", _set("overlap_moe_expert_parallel_comm")),
+    Unsupported(
+        "--rampup-batch-size",
+        "it, since megatron-core 0.19 ignores it; use --step-batch-size-schedule",
+        _set("rampup_batch_size"),
+    ),
     Unsupported("--perform-rl-step", "reinforcement learning", _set("perform_rl_step")),
 )
 
@@ -192,11 +197,10 @@ def check_only(args: Namespace, config: OasesConfig) -> None:
         raise UsageError(
             f"--oases-only {config.only} with --tp-comm-overlap: Transformer Engine communicates by itself"
         )
-    for flag in ("--rampup-batch-size", "--step-batch-size-schedule"):
-        if config.only == "communication" and getattr(args, flag.removeprefix("--").replace("-", "_"), None):
-            raise UsageError(
-                f"--oases-only communication repeats the first step's collectives, and {flag} changes them"
-            )
+    if config.only == "communication" and getattr(args, "step_batch_size_schedule", None):
+        raise UsageError(
+            "--oases-only communication repeats the first step's collectives, and --step-batch-size-schedule changes them"
+        )
 
 
 def _check_split(args: Namespace, config: OasesConfig) -> None:

@@ -29,7 +29,9 @@ def prefix(tmp_path):
 def _args(**given) -> Namespace:
     paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     unset = (*paths, "data_args_path", "per_split_data_args_path", "tokenizer_model", "vocab_file", "merge_file")
-    return Namespace(**{**dict.fromkeys(unset), "tokenizer_type": "NullTokenizer", "vocab_size": 100, **given})
+    unset += ("load", "save")
+    settings = {"tokenizer_type": "NullTokenizer", "vocab_size": 100, "mock_data": True, "skip_train": False, "split": "100"}
+    return Namespace(**{**dict.fromkeys(unset), **settings, "exit_on_missing_checkpoint": False, **given})
 
 
 def _refused(message: str, **given) -> None:
@@ -171,3 +173,37 @@ def test_another_server_speaks_for_itself(monkeypatch):
     with pytest.raises(UsageError) as refusal:
         inputs.check_inputs(_args(data_path=["/nowhere/corpus"]))
     assert not refusal.value.every_rank
+
+
+def test_no_data():
+    _refused("^no data to train on: give --data-path PREFIX, or --mock-data", mock_data=False)
+
+
+@pytest.mark.parametrize(
+    "split, message",
+    [
+        ("98,1,1", r"of the 3 documents of .*corpus the validation part gets none \(0.98 x 3 and 0.99 x 3 both round to 3"),
+        (None, "^--split 969, 30, 1: of the 3 documents of .* the validation part gets none"),
+        ("1,98,1", "the training part gets none"),
+        ("0,0,0", "^--split 0,0,0: give up to three weights"),
+    ],
+)
+def test_bug_a_part_without_documents_hung(prefix, split, message):
+    """Megatron counted for ever."""
+    _refused(message, data_path=[prefix], split=split)
+
+
+@pytest.mark.parametrize("split", ["1,1,1", "67,33,0", "100"])
+def test_every_part_has_documents(prefix, split):
+    inputs.check_inputs(_args(data_path=[prefix], split=split))
+
+
+@pytest.mark.parametrize("weights", [("0", "0"), ("-1", "2"), ("inf", "1"), ("1", "nan")])
+def test_weights_of_a_blend(prefix, weights):
+    _refused("^--data-path: the weights .* must not be neg", data_path=[weights[0], prefix, weights[1], prefix])
+
+
+def test_folders_of_checkpoints(tmp_path):
+    _refused("^--load .*: there is no checkpoint", load=str(tmp_path), exit_on_missing_checkpoint=True)
+    (tmp_path / "file").write_text("")
+    _refused("^--save .*/file/inside: the folder cannot be made", save=str(tmp_path / "file" / "inside"))

@@ -17,6 +17,7 @@ def test_a_plain_python_is_a_world_of_one():
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
 
 

@@ -3,7 +3,8 @@ from argparse import Namespace
 import pytest
 
 from megatron.oases.errors import UsageError
-from megatron.oases.parsing import _check_evaluation, megatron_refusals
+from megatron.oases.parsing import _check_evaluation, _mend_help, megatron_refusals
+from tests.unit.megatron_parser import new_parser
 
 
 def _refusal(of: Exception) -> str:
@@ -39,3 +40,13 @@ def test_an_evaluation_interval_is_needed():
         _check_evaluation(Namespace(**given))
     for changed in ({"eval_interval": 10}, {"skip_train": True}, {"full_validation": True}, {"yaml_cfg": "a.yaml"}):
         _check_evaluation(Namespace(**{**given, **changed}))
+
+
+def test_bug_help_failed_on_a_percent_sign(capsys):
+    parser = new_parser()
+    with pytest.raises(ValueError):
+        parser.format_help()
+    _mend_help(parser)
+    help_text = parser.format_help()
+    for flag in ("--oases-device", "--oases-schedule", "--oases-sub-batches", "--oases-split", "--oases-report"):
+        assert flag in help_text

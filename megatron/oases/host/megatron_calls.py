@@ -1,6 +1,7 @@
 """The few places where Megatron itself insists on a GPU."""
 
 import functools
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +48,19 @@ def _skip_if_compiled(compile_helpers: Callable) -> Callable:
     return run
 
 
+def _own_queue() -> Callable[[], queue.SimpleQueue]:
+    """For the results of a save, which on the CPU is written by the rank itself.
+
+    Megatron's goes through a process of its own, which imports everything once more on the same cores, and stays behind
+    when its rank is killed.
+    """
+    own: queue.SimpleQueue = queue.SimpleQueue()
+    return lambda mp_mode="spawn": own
+
+
 def replace_megatron_calls(replacements: Replacements) -> None:
     from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.training import initialize, training
@@ -57,6 +69,8 @@ def replace_megatron_calls(replacements: Replacements) -> None:
     # Runs fused functions once so that they are compiled, which nothing is here.
     replacements.set(training, "set_jit_fusion_options", lambda tp_size=None: None)
     replacements.set(dataset_utils, "compile_helpers", _skip_if_compiled(dataset_utils.compile_helpers))
+
+    replacements.set(filesystem_async, "get_write_results_queue", _own_queue())
 
     clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
     replacements.set(clip_grads, "clip_grad_by_total_norm_fp32", clip)

@@ -49,8 +49,12 @@ class IterationReport:
         """Replaces the file in one step: who reads it meanwhile sees the old or the new one, whole."""
         content = {"schema_version": SCHEMA_VERSION, **self._run, "iterations": self._iterations}
         unfinished = self._path.with_name(f"{self._path.name}.unfinished")
-        unfinished.write_text(json.dumps(content, allow_nan=False) + "\n")
-        os.replace(unfinished, self._path)
+        try:
+            unfinished.write_text(json.dumps(content, allow_nan=False) + "\n")
+            os.replace(unfinished, self._path)
+        except OSError as error:  # a full disk is no reason to stop training
+            print(f"oases: --oases-report {self._path} could not be written: {error.strerror}", flush=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def report_steps(
