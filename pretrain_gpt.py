@@ -5,6 +5,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron.oases.environment import require
+
+require("torch", "megatron.core")
+# ruff: noqa: E402
+
 from megatron.oases.arguments import OasesConfig, choose_device
 from megatron.oases.errors import exit_on_usage_error
 from megatron.oases.launch import complete_environment

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from oases_patches.patching import Replacement
+from oases_patches.patching import Patch, Replacement
 
 
 def _from_the_start(state_dict: Callable) -> Callable:
@@ -63,18 +63,9 @@ def _with_own_steps(load_state_dict: Callable) -> Callable:
     return run
 
 
-_replacements = (
+_patch = Patch(
     Replacement(DistributedOptimizer, "state_dict", _from_the_start),
     Replacement(DistributedOptimizer, "_set_main_param_and_optimizer_states", _without_step_or_gradient),
     Replacement(DistributedOptimizer, "load_state_dict", _with_own_steps),
 )
-
-
-def apply() -> None:
-    for replacement in _replacements:
-        replacement.apply()
-
-
-def revert() -> None:
-    for replacement in _replacements:
-        replacement.revert()
+apply, revert = _patch.apply, _patch.revert

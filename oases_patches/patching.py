@@ -26,3 +26,18 @@ class Replacement:
         if self.applied:
             setattr(self.owner, self.name, self._original)
             self._original = None
+
+
+class Patch:
+    """Several replacements that are applied and reverted together."""
+
+    def __init__(self, *replacements: Replacement):
+        self._replacements = replacements
+
+    def apply(self) -> None:
+        for replacement in self._replacements:
+            replacement.apply()
+
+    def revert(self) -> None:
+        for replacement in self._replacements:
+            replacement.revert()

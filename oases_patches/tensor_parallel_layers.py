@@ -15,7 +15,7 @@ import functools
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
 
-from oases_patches.patching import Replacement
+from oases_patches.patching import Patch, Replacement
 from oases_patches.tensor_parallel_mappings import without_collectives
 
 
@@ -63,7 +63,7 @@ def _handed_over_while_scheduled(original, *, row_parallel: bool):
     return _forward_impl
 
 
-_replacements = (
+_patch = Patch(
     Replacement(
         ColumnParallelLinear, "_forward_impl", functools.partial(_handed_over_while_scheduled, row_parallel=False)
     ),
@@ -73,13 +73,4 @@ _replacements = (
     Replacement(RowParallelLinear, "forward", _unreduced_while_scheduled),
     Replacement(VocabParallelEmbedding, "forward", _looked_up_or_answered_while_scheduled),
 )
-
-
-def apply() -> None:
-    for replacement in _replacements:
-        replacement.apply()
-
-
-def revert() -> None:
-    for replacement in _replacements:
-        replacement.revert()
+apply, revert = _patch.apply, _patch.revert

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.oases.command_line import OneLineParser  # noqa: E402
 from megatron.oases.errors import UsageError, exit_on_usage_error  # noqa: E402
 
-_AVERAGED_ITERATIONS = 5
+_AVERAGED_ITERATIONS = 5  # the quickstart's --log-interval, so that its own lines agree with these
 _SMALLEST_FALL = 0.5
 
 
@@ -38,8 +38,10 @@ def check_fall(losses: dict[int, float], vocabulary: int) -> str:
 def check_resumed(losses: dict[int, float], before: dict[int, float]) -> str:
     """Training that starts anew would count from 1, at the loss of a model that knows nothing."""
     first, last_before = min(losses), max(before)
-    end = mean(list(before.values())[-_AVERAGED_ITERATIONS:])
-    story = f"iteration {first} follows {last_before}, at loss {losses[first]:.3f} after {end:.3f}"
+    last_losses = list(before.values())[-_AVERAGED_ITERATIONS:]
+    end = mean(last_losses)
+    story = (f"iteration {first} follows {last_before}, at loss {losses[first]:.3f} (this iteration alone) "
+             f"after {end:.3f} (over the last {len(last_losses)} iterations)")
     if first != last_before + 1 or not losses[first] <= (end + before[min(before)]) / 2:
         raise UsageError(f"the run was not resumed: {story}")
     return story

@@ -64,7 +64,7 @@ show_iterations() {
 pretrain() {
     local log=$1
     shift
-    echo "   starting $RANKS processes; the first loss comes after some seconds"
+    echo "   starting $RANKS processes; the first loss comes after some seconds, each is a mean over 5 iterations"
     logged "$log" show_iterations env OMP_NUM_THREADS="$threads" \
         "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" pretrain_gpt.py \
         --oases-schedule oases --oases-sub-batches 2 --oases-device "$device" \
@@ -75,7 +75,7 @@ pretrain() {
         --clip-grad 1.0 --weight-decay 0.1 \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUTPUT/tokenizer.model" \
         --data-path "$OUTPUT/corpus_text_document" --split 95,5,0 \
-        --eval-interval 100000 --eval-iters 4 --save-interval 100000 \
+        --log-interval 5 --eval-interval 100000 --eval-iters 4 --save-interval 100000 \
         --save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints" "$@"
 }
 
@@ -105,11 +105,11 @@ logged "$OUTPUT/preprocess.log" show_all \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUTPUT/tokenizer.model"
 
 step "5/7 Pretraining: $RANKS-way tensor parallelism, Oases schedule; interrupted after $ITERATIONS iterations"
-pretrain "$OUTPUT/pretrain.log" --exit-interval "$ITERATIONS" --log-interval 10 --oases-report "$OUTPUT/pretrain.json"
+pretrain "$OUTPUT/pretrain.log" --exit-interval "$ITERATIONS" --oases-report "$OUTPUT/pretrain.json"
 "$PYTHON" scripts/check_losses.py "$OUTPUT/pretrain.json" --vocabulary "$VOCABULARY"
 
 step "6/7 Resuming with the same command from the checkpoint: $RESUME_ITERATIONS iterations more"
-pretrain "$OUTPUT/resume.log" --log-interval 5 --oases-report "$OUTPUT/resume.json"
+pretrain "$OUTPUT/resume.log" --oases-report "$OUTPUT/resume.json"
 "$PYTHON" scripts/check_losses.py "$OUTPUT/resume.json" --resumed-from "$OUTPUT/pretrain.json"
 
 step "7/7 Comparison with plain Megatron, on a model whose communication takes about as long as its computation"

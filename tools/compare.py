@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import shlex
 import signal
@@ -10,11 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.oases.environment import require  # noqa: E402
+
+require("rich", "torch")
+
+from rich.console import Console  # noqa: E402
+
 from megatron.oases.command_line import OneLineParser, split_at_double_dash  # noqa: E402
+from megatron.oases.emulation.cluster import check_bandwidth  # noqa: E402
 from megatron.oases.errors import UsageError, exit_on_usage_error  # noqa: E402
 from megatron.oases.report.comparison import (  # noqa: E402
     WARM_UP_ITERATIONS,
@@ -78,8 +82,8 @@ def _check(arguments: argparse.Namespace) -> None:
         system_flags(system)
     if len(set(arguments.systems)) != len(arguments.systems):
         raise UsageError(f"--systems {' '.join(arguments.systems)} names a system twice")
-    if arguments.nic_gbps is not None and not (math.isfinite(arguments.nic_gbps) and arguments.nic_gbps > 0):
-        raise UsageError(f"--nic-gbps {arguments.nic_gbps:g} must be a finite number above 0")
+    if arguments.nic_gbps is not None:
+        check_bandwidth("--nic-gbps", arguments.nic_gbps)
     if arguments.rounds < 1:
         raise UsageError(f"--rounds {arguments.rounds} must be at least 1")
     measured = arguments.iterations - WARM_UP_ITERATIONS

@@ -5,6 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.oases.environment import require  # noqa: E402
+
+require()
+
 from megatron.oases.command_line import OneLineParser, split_at_double_dash  # noqa: E402
 from megatron.oases.emulation.cluster import Cluster  # noqa: E402
 from megatron.oases.emulation.run import run_emulated  # noqa: E402
@@ -32,7 +36,11 @@ def parse_arguments(argv: list[str]) -> tuple[Cluster, list[str], bool]:
     )
     parser.add_argument("--prefix-output", action="store_true", help="put [rank N] before every line of output")
     own, command = split_at_double_dash(argv)
-    arguments = parser.parse_args(own)
+    arguments, left_over = parser.parse_known_args(own)
+    if "--" not in argv and left_over and not left_over[0].startswith("-"):
+        raise UsageError(f"put `--` before the command: -- {left_over[0]} ...")
+    if left_over:
+        parser.error(f"unrecognized arguments: {' '.join(left_over)}")
     if not command:
         raise UsageError("no command: put `-- COMMAND` after the flags")
     cluster = Cluster(

@@ -9,6 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.oases.environment import require  # noqa: E402
+
+require("numpy", "torch", "megatron.core")
+
 from megatron.oases.command_line import OneLineParser  # noqa: E402
 from megatron.oases.errors import UsageError, exit_on_usage_error  # noqa: E402
 from megatron.oases.quiet import silence  # noqa: E402

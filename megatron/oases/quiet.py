@@ -21,7 +21,10 @@ _LOG_LINES = {
         "RerunStateMachine initialized",
         "Setting RerunStateMachine mode",
         "Result validation enabled",
+        "Overwriting rerun_state_machine",
     ),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCore's async save is deprecated",),
+    "megatron.core.datasets.gpt_dataset": ("Unable to save",),
 }
 
 

@@ -24,7 +24,8 @@ def test_loss_that_does_not_fall_fails(end):
 
 def test_resumed_run_goes_on_where_the_other_ended():
     before = falling(1, 50, 6.9, 5.0)
-    assert check_resumed(falling(51, 5, 5.0, 4.9), before).startswith("iteration 51 follows 50, at loss 5.000")
+    assert check_resumed(falling(51, 5, 5.0, 4.9), before) == (
+        "iteration 51 follows 50, at loss 5.000 (this iteration alone) after 5.078 (over the last 5 iterations)")
     with pytest.raises(UsageError, match="not resumed: iteration 1 follows 50"):
         check_resumed(falling(1, 5, 5.0, 4.9), before)
     # The counter was loaded, the weights were not.

@@ -111,6 +111,16 @@ def test_the_table_fits_eighty_columns_and_has_every_number():
     (row,) = [line for line in lines if line.startswith("│ b ")]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells == ["b", "70.0", "50-80", "14629", "2.143", "5.0e-01"]
+    caption = " ".join(console.file.getvalue().split("╯")[-1].split("┘")[-1].split())
+    assert caption.startswith("Medians over 2 rounds of 5 iterations, without the first 2 of each; losses against a's")
+
+
+def test_one_round_has_no_range():
+    console = Console(width=80, file=io.StringIO())
+    console.print(comparison_table(Comparison.of_runs(["a"], runs()[:1]), title="one round"))
+    (row,) = [line for line in console.file.getvalue().splitlines() if line.startswith("│ a ")]
+    assert [cell.strip() for cell in row.strip("│").split("│")][2] == "–"
+    assert "over 1 round of 5 iterations" in console.file.getvalue()
 
 
 def test_runs_of_one_half_change_no_other_number():

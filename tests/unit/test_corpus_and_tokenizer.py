@@ -61,14 +61,31 @@ def test_megatron_loads_the_tokenizer_and_loses_nothing(model):
 
 @pytest.mark.parametrize("vocab_size, message", [
     ("0", "--vocab-size 0: at least 1"),
-    ("200", "--vocab-size 200 on .*: Vocabulary size is smaller than required"),
-    ("10000000", "--vocab-size 10000000 on .*: Vocabulary size too high"),
+    ("200", "--vocab-size 200 on .*: too small; .* alone are [0-9]+ tokens$"),
+    ("10000000", "--vocab-size 10000000 on .*: too large; this text gives at most [0-9]+ tokens$"),
 ])
 def test_vocabulary_that_does_not_fit_the_text(corpus, tmp_path, vocab_size, message):
     with pytest.raises(UsageError, match=message):
         train_tokenizer.main(
             ["--input", str(corpus), "--vocab-size", vocab_size, "--output", str(tmp_path / "x.model")])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_files_and_patterns_are_read(corpus, model, tmp_path):
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    for name, part in (("a.jsonl", lines[:5]), ("b.jsonl", lines[5:9]), ("rest.jsonl", lines[9:])):
+        (tmp_path / name).write_bytes(b"".join(part))
+    train_tokenizer.main(["--input", str(tmp_path / "[ab].jsonl"), str(tmp_path / "rest.jsonl"), "--vocab-size", "600",
+                          "--output", str(tmp_path / "x.model")])
+    assert (tmp_path / "x.model").read_bytes() == model.read_bytes()
+    with pytest.raises(UsageError, match="absent.jsonl: no such file"):
+        train_tokenizer.main(["--input", str(tmp_path / "absent.jsonl"), "--output", str(tmp_path / "y.model")])
+
+
+def test_files_without_text_are_named(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UsageError, match="empty.jsonl: there is no text in it"):
+        train_tokenizer.main(["--input", str(tmp_path / "empty.jsonl"), "--output", str(tmp_path / "x.model")])
 
 
 def test_broken_line_is_named(tmp_path):

@@ -38,6 +38,8 @@ def test_addresses_are_unique_up_to_the_largest_cluster():
         ({"devices_per_server": 201}, "--devices-per-server 201"),
         ({"nic_gbps": 0.0}, "--nic-gbps 0"),
         ({"nic_gbps": -0.5}, "--nic-gbps -0.5"),
+        ({"nic_gbps": 5e-5}, "--nic-gbps 5e-05 must be from 0.0001 to 1000 Gbit/s"),
+        ({"nic_gbps": 1001.0}, "--nic-gbps 1001"),
         ({"nic_gbps": float("nan")}, "--nic-gbps nan"),
         ({"intra_gbps": float("inf")}, "--intra-gbps inf"),
         ({"intra_gbps": 0.0}, "--intra-gbps 0"),
@@ -55,6 +57,12 @@ def test_device_speeds_must_fit_on_the_cores():
     cluster(device_speed=0.5).check_fits(cores=2)
     with pytest.raises(UsageError, match=r"0.6 x 4 ranks = 2.4 cores, but this machine has 2; use at most 0.5"):
         cluster(device_speed=0.6).check_fits(cores=2)
+
+
+def test_links_inside_a_server_are_told_where_there_are_any():
+    assert "links inside a server unshaped" in cluster().describe(cores=4)
+    assert "inside a server 8 Gbit/s" in cluster(intra_gbps=8.0).describe(cores=4)
+    assert "inside" not in cluster(devices_per_server=1).describe(cores=4)
 
 
 def test_more_ranks_than_cores_is_said():
@@ -149,6 +157,9 @@ def test_arguments():
     [
         (["--servers", "2", "--nic-gbps", "1"], "no command"),
         (["--servers", "2", "--nic-gbps", "1", "--"], "no command"),
+        (["--servers", "2", "--nic-gbps", "1", "python", "x.py", "--lr"], "put `--` before the command: -- python ..."),
+        (["--servers", "2", "--nic-gbps", "1", "--unknown", "1", "--", "true"], "unrecognized arguments: --unknown 1"),
+        (["--servers", "2", "--nic-gbps", "1", "stray", "--", "true"], "unrecognized arguments: stray"),
         (["--servers", "two", "--nic-gbps", "1", "--", "true"], "--servers"),
         (["--servers", "2", "--", "true"], "--nic-gbps"),
         (["--servers", "2", "--nic-gbps", "1", "--latency", "3", "--", "true"], "--latency"),

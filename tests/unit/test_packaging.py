@@ -23,7 +23,7 @@ def test_apex_of_the_package_index_is_no_dependency():
 
 
 def test_pins_and_extras():
-    assert PROJECT["requires-python"] == ">=3.12"
+    assert PROJECT["requires-python"] == ">=3.12,<3.14"
     assert "megatron-core>=0.19.2,<0.20" in PROJECT["dependencies"]
     assert "transformer-engine" in names(EXTRAS["te"])
     assert "pytest" in names(EXTRAS["dev"])

@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.oases.data.encode import Encoder
+from megatron.oases.data.encode import BadLine, Encoder, parse_record
 from megatron.oases.data.lines import read_pieces
 from megatron.oases.data.workers import encode_in_order
 from megatron.oases.errors import UsageError
@@ -273,3 +273,11 @@ def test_lone_surrogates_are_a_bad_line(tmp_path, sentencepiece_model):
     with pytest.raises(UsageError, match="line 1: the tokenizer refuses the text"):
         run(tmp_path, source, tokenizer=["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model",
                                          str(sentencepiece_model(eos_id=2))])
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("line, column", [(b'{"text": "1"', 13), (b'{"text":', 9), (b'{"text": "1 2', 10)])
+def test_bug_column_of_a_line_that_is_cut_off(line, column, ending):
+    # The line break was part of what was parsed, and so the end of the input was column 1 of the next line.
+    with pytest.raises(BadLine, match=f"at column {column}\\)"):
+        parse_record(line + ending)

@@ -104,7 +104,8 @@ def parse_record(line: bytes) -> dict:
     if not text.strip():
         raise BadLine("blank line", "blank line")
     try:
-        record = json.loads(text)
+        # Without its line break: a line that is cut off would otherwise be at fault on the next one.
+        record = json.loads(text.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         raise BadLine("broken JSON", f"broken JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:

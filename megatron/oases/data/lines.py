@@ -1,6 +1,8 @@
-"""Reading JSON-lines files as numbered pieces that are worth sending to another process."""
+"""Finding JSON-lines files, and reading them as numbered pieces that are worth sending to another process."""
 
+import glob
 import gzip
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,20 @@ class Piece:
     path: str
     first_number: int
     lines: tuple[bytes, ...]
+
+
+def find_inputs(inputs: Sequence[str]) -> list[str]:
+    """The files that names and patterns mean, patterns sorted."""
+    paths = []
+    for name in inputs:
+        if os.path.isdir(name):
+            pattern = os.path.join(name, "*.jsonl")
+            raise UsageError(f"--input {name}: a folder, not a file; give a pattern such as '{pattern}'")
+        found = [name] if os.path.exists(name) else sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
+        if not found:
+            raise UsageError(f"--input {name}: no such file")
+        paths += found
+    return paths
 
 
 def read_pieces(paths: Sequence[str]) -> Iterator[Piece]:

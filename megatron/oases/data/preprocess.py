@@ -1,6 +1,5 @@
 """JSON lines in, .bin/.idx out: several processes tokenize, one writes, and documents keep the input's order."""
 
-import glob
 import os
 import time
 from argparse import Namespace
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from megatron.core.datasets.indexed_dataset import DType
 
 from megatron.oases.data.encode import Encoder, Skipped
-from megatron.oases.data.lines import read_pieces
+from megatron.oases.data.lines import find_inputs, read_pieces
 from megatron.oases.data.output import PairWriter
 from megatron.oases.data.tokenizer import build_text_tokenizer, end_of_document_id
 from megatron.oases.data.workers import encode_in_order
@@ -92,20 +91,6 @@ def preprocess(config: PreprocessConfig, tokenizer_args: Namespace, log: Callabl
         log(f"skipped {summary.skipped.total()} of {summary.line_count} lines: {_reasons(summary)}; "
             f"the first is {first.path} line {first.number}: {first.detail}")
     return summary
-
-
-def find_inputs(inputs: Sequence[str]) -> list[str]:
-    """The files that names and patterns mean, patterns sorted."""
-    paths = []
-    for name in inputs:
-        if os.path.isdir(name):
-            pattern = os.path.join(name, "*.jsonl")
-            raise UsageError(f"--input {name}: a folder, not a file; give a pattern such as '{pattern}'")
-        found = [name] if os.path.exists(name) else sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
-        if not found:
-            raise UsageError(f"--input {name}: no such file")
-        paths += found
-    return paths
 
 
 def _open_writer(prefix: str, dtype, cleanup: ExitStack) -> PairWriter:

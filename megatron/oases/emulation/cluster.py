@@ -8,6 +8,8 @@ from megatron.oases.errors import UsageError
 
 MASTER_PORT = 29500
 DEVICE_INTERFACE = "eth0"
+# Slower, a run would take for ever; faster, no kernel moves the bytes, and the link would not be emulated.
+_SLOWEST_GBPS, _FASTEST_GBPS = 1e-4, 1000.0
 _MAX_PER_LEVEL = 200  # one octet of an address for the server, one for the device; a Linux bridge takes 1023 ports
 
 
@@ -44,13 +46,12 @@ class Cluster:
         for flag, count in (("--servers", self.servers), ("--devices-per-server", self.devices_per_server)):
             if not 1 <= count <= _MAX_PER_LEVEL:
                 raise UsageError(f"{flag} {count} must be from 1 to {_MAX_PER_LEVEL}")
-        for flag, value in (
-            ("--nic-gbps", self.nic_gbps),
-            ("--intra-gbps", self.intra_gbps),
-            ("--device-speed", self.device_speed),
-        ):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{flag} {value:g} must be a finite number above 0")
+        for flag, gbps in (("--nic-gbps", self.nic_gbps), ("--intra-gbps", self.intra_gbps)):
+            if gbps is not None:
+                check_bandwidth(flag, gbps)
+        speed = self.device_speed
+        if speed is not None and not (math.isfinite(speed) and speed > 0):
+            raise UsageError(f"--device-speed {speed:g} must be a finite number above 0")
 
     @property
     def world_size(self) -> int:
@@ -81,8 +82,11 @@ class Cluster:
         parts = [
             f"{_counted(self.servers, 'server')} x {_counted(self.devices_per_server, 'device')}",
             f"NIC {self.nic_gbps:g} Gbit/s each way",
-            f"inside a server {self.intra_gbps:g} Gbit/s" if self.intra_gbps else "links inside a server unshaped",
         ]
+        if self.intra_gbps:
+            parts.append(f"inside a server {self.intra_gbps:g} Gbit/s")
+        elif self.devices_per_server > 1:
+            parts.append("links inside a server unshaped")
         if self.device_speed is not None:
             parts.append(f"{self.device_speed:g} core a device")
         elif self.world_size > cores:
@@ -91,6 +95,11 @@ class Cluster:
                 f"--device-speed {cores / self.world_size:g} prevents it"
             )
         return ", ".join(parts)
+
+
+def check_bandwidth(flag: str, gbps: float) -> None:
+    if not _SLOWEST_GBPS <= gbps <= _FASTEST_GBPS:
+        raise UsageError(f"{flag} {gbps:g} must be from {_SLOWEST_GBPS:g} to {_FASTEST_GBPS:g} Gbit/s")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -12,11 +12,13 @@ _BOUND_CAPTION = (
 
 def comparison_table(comparison: Comparison, *, title: str) -> Table:
     first = comparison.systems[0]
-    iterations = sum(len(run.iterations_ms) - WARM_UP_ITERATIONS for run in first.rounds)
+    rounds = len(first.rounds)
+    iterations = len(first.rounds[0].iterations_ms)
     table = Table(
         title=title,
         title_justify="left",
-        caption=f"Medians of {iterations} iterations; losses against {first.name}'s first round.",
+        caption=f"Medians over {rounds} {'round' if rounds == 1 else 'rounds'} of {iterations} iterations, without the "
+        f"first {WARM_UP_ITERATIONS} of each; losses against {first.name}'s first round.",
         caption_justify="left",
     )
     table.add_column("system", no_wrap=True)
@@ -27,7 +29,7 @@ def comparison_table(comparison: Comparison, *, title: str) -> Table:
         table.add_row(
             system.name,
             f"{system.iteration_ms:.1f}",
-            f"{min(medians_ms):.0f}-{max(medians_ms):.0f}",
+            f"{min(medians_ms):.0f}-{max(medians_ms):.0f}" if rounds > 1 else "–",
             f"{system.tokens_per_s:.0f}",
             f"{comparison.speedup(system):.3f}",
             f"{comparison.loss_difference(system):.1e}",

@@ -133,7 +133,8 @@ class ScheduledStage:
             raise ValueError(f"a micro-batch of {whole} {what} cannot be cut into {self._sub_batches} sub-batches")
         sub_batches = min(self._sub_batches, whole)  # evaluation may bring fewer samples
         sizes = [len(part) for part in torch.arange(whole).tensor_split(sub_batches)]
-        cut = _cut_sequence(inputs, sizes) if self._along_sequence else _cut_batch(inputs, sizes)
+        device = (hidden_states if hidden_states is not None else inputs["tokens"]).device
+        cut = _cut_sequence(inputs, sizes, device) if self._along_sequence else _cut_batch(inputs, sizes)
         cells = {}
         for place, part in enumerate(self._chain):
             chunks: list[Chunk] = []
@@ -190,7 +191,7 @@ def _cut_batch(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
     return cut
 
 
-def _cut_sequence(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
+def _cut_sequence(inputs: Inputs, sizes: Sequence[int], device: torch.device) -> list[Inputs]:
     """The inputs of each chunk. Rotary embeddings are [s, 1, 1, d]."""
     cut, start = [], 0
     for size in sizes:
@@ -201,8 +202,6 @@ def _cut_sequence(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
         for name, whole in inputs.items():
             if name.startswith("rotary") and whole is not None:
                 part[name] = whole[start:end]
-        tokens = inputs.get("tokens")
-        device = tokens.device if tokens is not None else torch.device("cpu")
         part["attention_mask"] = chunk_of_mask(inputs.get("attention_mask"), start, end, device)
         cut.append(part)
         start = end
