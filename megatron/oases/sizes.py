@@ -36,7 +36,8 @@ def check_sizes(args: Namespace) -> None:
     if not args.train_iters and not args.train_samples and not args.skip_train:
         raise UsageError("--train-iters is missing: give it, or --train-samples")
     if args.train_iters and (args.lr_warmup_iters or 0) >= (args.lr_decay_iters or args.train_iters):
-        decay = f"--lr-decay-iters {args.lr_decay_iters}" if args.lr_decay_iters else f"--train-iters {args.train_iters}"
+        name = "lr_decay_iters" if args.lr_decay_iters else "train_iters"
+        decay = f"{_flag(name)} {getattr(args, name)}"
         raise UsageError(f"--lr-warmup-iters {args.lr_warmup_iters} must be less than {decay}")
     if args.group_query_attention:
         _require_multiple(args, "num_attention_heads", "num_query_groups")
@@ -57,6 +58,9 @@ def _require(args: Namespace, name: str, holds, what: str) -> None:
 def _require_multiple(args: Namespace, name: str, of: str) -> None:
     size, parts = getattr(args, name), getattr(args, of)
     if size and parts and size % parts != 0:
-        raise UsageError(
-            f"{_flag(name)} {size} is not divisible by {_flag(of)} {parts}: {size} = {size // parts} x {parts} + {size % parts}"
-        )
+        raise UsageError(indivisible(_flag(name), size, _flag(of), parts))
+
+
+def indivisible(flag: str, size: int, of_flag: str, parts: int) -> str:
+    """The message for a size that does not divide, with the arithmetic."""
+    return f"{flag} {size} is not divisible by {of_flag} {parts}: {size} = {size // parts} x {parts} + {size % parts}"

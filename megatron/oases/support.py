@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.oases.arguments import OasesConfig
 from megatron.oases.errors import UsageError
+from megatron.oases.sizes import indivisible
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,5 @@ def _check_split(args: Namespace, config: OasesConfig) -> None:
                 raise UsageError(f"--oases-split sequence does not run with {flag}: use --oases-split batch")
     # Megatron itself asks for a micro-batch size that is missing.
     elif size is not None and size % parts != 0:
-        raise UsageError(
-            f"--micro-batch-size {size} is not divisible by --oases-sub-batches {parts}: "
-            f"{size} = {size // parts} x {parts} + {size % parts}; choose a divisor, or --oases-split sequence"
-        )
+        message = indivisible("--micro-batch-size", size, "--oases-sub-batches", parts)
+        raise UsageError(f"{message}; choose a divisor, or --oases-split sequence")

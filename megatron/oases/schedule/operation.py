@@ -240,8 +240,8 @@ class Schedule:
 
     def digest(self) -> str:
         """Equal on two ranks only if they run the same operations in the same order."""
-        lists = (self.forward, self.backward, self.steady)
-        return hashlib.sha256(" | ".join([self.name, *(" ".join(map(str, order)) for order in lists)]).encode()).hexdigest()
+        lists = (" ".join(map(str, order)) for order in (self.forward, self.backward, self.steady))
+        return hashlib.sha256(" | ".join([self.name, *lists]).encode()).hexdigest()
 
 
 def collectives(order: Iterable[Operation]) -> list[Operation]:
