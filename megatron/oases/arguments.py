@@ -102,8 +102,8 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--oases-split",
         choices=_SPLITS,
         default=None,
-        help="Along what --oases-schedule oases cuts sub-batches. batch: samples; --oases-sub-batches must divide "
-        "--micro-batch-size. sequence: positions, for micro-batches of one sample; attention must be causal. "
+        help="Along what --oases-schedule oases cuts sub-batches. batch: samples, as evenly as they can be cut. "
+        "sequence: positions, for micro-batches of one sample; attention must be causal. "
         "Default: batch.",
     )
     group.add_argument(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from megatron.oases.arguments import OasesConfig
 from megatron.oases.errors import UsageError
-from megatron.oases.sizes import indivisible
 
 
 @dataclass(frozen=True)
@@ -216,6 +215,8 @@ def _check_split(args: Namespace, config: OasesConfig) -> None:
             if is_used:
                 raise UsageError(f"--oases-split sequence does not run with {flag}: use --oases-split batch")
     # Megatron itself asks for a micro-batch size that is missing.
-    elif size is not None and size % parts != 0:
-        message = indivisible("--micro-batch-size", size, "--oases-sub-batches", parts)
-        raise UsageError(f"{message}; choose a divisor, or --oases-split sequence")
+    elif size is not None and size < parts:
+        raise UsageError(
+            f"--micro-batch-size {size} is less than --oases-sub-batches {parts}: "
+            f"use at most {size} sub-batches, or cut along --oases-split sequence"
+        )

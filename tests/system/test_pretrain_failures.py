@@ -15,7 +15,7 @@ PARALLEL = ["--tensor-model-parallel-size", "2"]
     [
         (
             [*MOCK_DATA, "--oases-schedule", "oases", "--oases-sub-batches", "4"],
-            "error: --micro-batch-size 2 is not divisible by --oases-sub-batches 4: 2 = 0 x 4 + 2",
+            "error: --micro-batch-size 2 is less than --oases-sub-batches 4",
         ),
         (
             ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99", "--data-path", "corpus.bin"],

@@ -15,7 +15,9 @@ _LLAMA = (
 )
 # ranks, flags, largest relative difference of a loss
 COMBINATIONS = {
-    "gradient accumulation": (2, f"--global-batch-size 8 {_FULL}", 2e-6),
+    "gradient accumulation, uneven sub-batches": (
+        2, f"--micro-batch-size 3 --global-batch-size 9 {_FULL}", 2e-6
+    ),
     "sequence parallelism": (2, f"--sequence-parallel --global-batch-size 8 {_FULL} {_LLAMA}", 2e-6),
     "pipeline": (4, f"--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8 {_FULL}", 2e-6),
     "pipeline, sequence parallelism, recompute block": (

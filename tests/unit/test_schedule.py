@@ -10,19 +10,23 @@ from megatron.oases.schedule import (
     Layout,
     Operation,
     Part,
+    Role,
     ScheduleError,
+    build_megatron_schedule,
     build_oases_schedule,
     collectives,
     validate,
 )
 
-B, R = Part.BLOCK, Part.RECOMPUTED_BLOCK
+E, H = Part(Role.EMBEDDING), Part(Role.HEAD)
+A, M = Part(Role.ATTENTION), Part(Role.MLP)
+RA, RM = Part(Role.ATTENTION, recomputed=True), Part(Role.MLP, recomputed=True)
 CHAINS = {
-    "one block": [B],
-    "middle stage": [R, R, B, B],
-    "first stage": [Part.EMBEDDING, R, B],
-    "last stage": [R, B, R, B, Part.HEAD],
-    "whole": [Part.EMBEDDING, R, R, R, R, Part.HEAD],
+    "one block": [A],
+    "middle stage": [RA, RM, A, M],
+    "first stage": [E, A, RM],
+    "last stage": [RA, RM, A, M, H],
+    "whole": [E, RA, RM, RA, RM, H],
 }
 
 
@@ -52,11 +56,11 @@ def test_oases_along_the_sequence_is_legal(name, sub_batches, without):
 
 
 def test_along_the_sequence_gradients_begin_with_the_last_chunk():
-    order = _build([R, R], along_sequence=True).backward
+    order = _build([RA, RM], along_sequence=True).backward
     assert order.index(Operation(Kind.DGRAD, 1, 1)) < order.index(Operation(Kind.DGRAD, 1, 0))
     assert order.index(Operation(Kind.RECOMPUTE, 1, 0)) < order.index(Operation(Kind.RECOMPUTE, 1, 1))
     with pytest.raises(ValueError, match="split over the ranks already"):
-        _build([R], sequence_parallel=True, along_sequence=True)
+        _build([RA], sequence_parallel=True, along_sequence=True)
 
 
 def test_ablation_of_the_ends_leaves_nothing_to_hide_their_collectives():
@@ -71,20 +75,20 @@ def test_ablation_of_the_ends_leaves_nothing_to_hide_their_collectives():
 
 def test_ablation_of_the_order_of_weight_gradients():
     for without, sign in (((), 1), ((Idea.COLLECTIVE_FIRST,), -1)):
-        order = _build([R, R], without=without).backward
-        places = [order.index(Operation(kind, 1, 0)) for kind in (Kind.REDUCE_GRAD, Kind.WGRAD)]
-        assert (places[1] - places[0]) * sign > 0
+        order = _build([RA, RM], without=without).backward
+        reduce, *weights = (order.index(Operation(k, 1, 0)) for k in (Kind.REDUCE_GRAD, Kind.WGRAD, Kind.ROW_WGRAD))
+        assert all((weight - reduce) * sign > 0 for weight in weights)
 
 
-@pytest.mark.parametrize("block", [B, R])
-def test_two_collectives_a_block_whether_it_is_recomputed_or_not(block):
-    schedule = _build([block] * 6, 2)
+@pytest.mark.parametrize("layer", [[A, M], [RA, RM]])
+def test_two_collectives_a_block_whether_it_is_recomputed_or_not(layer):
+    schedule = _build(layer * 3, 2)
     assert len(collectives(schedule.forward)) == len(collectives(schedule.backward)) == 6 * 2
     assert len(collectives(schedule.steady)) == 2 * 6 * 2
 
 
 def test_every_collective_has_computation_of_another_sub_batch_behind_it():
-    schedule = _build([R] * 6, 2)
+    schedule = _build([RA, RM] * 3, 2)
     for order in (schedule.forward, schedule.backward):
         for started, operation in enumerate(order):
             if not operation.kind.is_communication:
@@ -100,7 +104,7 @@ def test_every_collective_has_computation_of_another_sub_batch_behind_it():
 
 
 def test_recomputation_stands_before_the_wait_it_hides():
-    order = _build([R] * 4, 2).backward
+    order = _build([RA, RM] * 2, 2).backward
     for place in range(3):
         for i in range(2):
             wait = Operation(Kind.NORM_GRAD, place + 1, i)
@@ -114,15 +118,50 @@ def test_steady_list_takes_turns_between_the_passes():
     assert order[-1].kind is Kind.LOSS, "its small collectives come when no large one is in the way"
 
 
+def _build_megatron(chain, sequence_parallel=False):
+    layout = Layout(
+        chain=tuple(chain),
+        sub_batches=1,
+        sequence_parallel=sequence_parallel,
+        recomputes_row_parallel=True,
+        repeats_collectives=True,
+    )
+    return build_megatron_schedule(layout)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", [name for name in CHAINS if name != "one block"])
+def test_megatron_is_legal(name, sequence_parallel):
+    validate(_build_megatron(CHAINS[name], sequence_parallel))
+
+
+def test_megatron_repeats_the_collectives_of_a_layer_and_hides_only_a_weight_gradient():
+    order = _build_megatron(CHAINS["whole"]).backward
+    assert [str(op) for op in order if op.place in (3, 4)] == [
+        *("recompute(3,0)", "rereduce(3,0)", "rejoin(3,0)", "recompute(4,0)", "rereduce(4,0)", "rejoin(4,0)"),
+        *("dgrad(4,0)", "row_wgrad(4,0)", "reduce_grad(4,0)", "wgrad(4,0)", "norm_grad(4,0)"),
+        *("dgrad(3,0)", "row_wgrad(3,0)", "reduce_grad(3,0)", "wgrad(3,0)", "norm_grad(3,0)"),
+    ]
+    with pytest.raises(ValueError, match="does not cut micro-batches"):
+        build_megatron_schedule(Layout(chain=(A, M), sub_batches=2))
+
+
+def test_what_is_never_recomputed_is_refused():
+    with pytest.raises(ValueError, match="the head is never recomputed"):
+        Part(Role.HEAD, recomputed=True)
+    with pytest.raises(ValueError, match="needs the output of the row-parallel GEMM"):
+        Layout(chain=(RA, RM), sub_batches=1, repeats_collectives=True)
+
+
 def test_digest_tells_orders_apart():
-    one = _build([R, R], 2)
-    other = _build([R, B], 2)
-    assert one.digest() == _build([R, R], 2).digest()
+    one = _build([RA, RM], 2)
+    other = _build([RA, M], 2)
+    assert one.digest() == _build([RA, RM], 2).digest()
     assert one.digest() != other.digest()
 
 
 def _with(name, change):
-    schedule = _build([R] * 2, 2)
+    schedule = _build([RA, RM], 2)
     order = list(getattr(schedule, name))
     change(order)
     return dataclasses.replace(schedule, **{name: tuple(order)})
@@ -153,10 +192,10 @@ def test_validator_refuses(name, change, message):
 @pytest.mark.parametrize(
     "chain, sub_batches, message",
     [
-        ([B, Part.EMBEDDING], 1, "the embedding stands at place 1 of 2"),
-        ([Part.HEAD, B], 1, "the head stands at place 0 of 2"),
-        ([Part.EMBEDDING, Part.HEAD], 2, "at least one block"),
-        ([B], 0, "sub_batches is 0"),
+        ([A, E], 1, "the embedding stands at place 1 of 2"),
+        ([H, A], 1, "the head stands at place 0 of 2"),
+        ([E, H], 2, "at least one block"),
+        ([A], 0, "sub_batches is 0"),
     ],
 )
 def test_layout_refuses(chain, sub_batches, message):

@@ -87,8 +87,8 @@ def test_what_the_schedule_runs_with_passes():
 
 
 def test_micro_batch_shows_the_arithmetic():
-    args = _parse("--oases-schedule", "oases", "--oases-sub-batches", "3")
-    arithmetic = r"--micro-batch-size 4 is not divisible by --oases-sub-batches 3: 4 = 1 x 3 \+ 1"
+    args = _parse("--oases-schedule", "oases", "--oases-sub-batches", "5")
+    arithmetic = "--micro-batch-size 4 is less than --oases-sub-batches 5: use at most 4"
     with pytest.raises(UsageError, match=arithmetic):
         check_schedule(args, _oases(args))
 

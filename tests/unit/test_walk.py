@@ -2,9 +2,10 @@
 
 import pytest
 
-from megatron.oases.schedule import Filler, Kind, Layout, Part, build_oases_schedule, collectives, walk
+from megatron.oases.schedule import Filler, Kind, Layout, Part, Role, build_oases_schedule, collectives, walk
 
-CHAIN = (Part.EMBEDDING, *[Part.RECOMPUTED_BLOCK] * 4, Part.HEAD)
+LAYER = (Part(Role.ATTENTION, recomputed=True), Part(Role.MLP, recomputed=True))
+CHAIN = (Part(Role.EMBEDDING), *LAYER, *LAYER, Part(Role.HEAD))
 
 
 def _order(sequence_parallel=False, name="backward"):
@@ -34,12 +35,16 @@ def test_runs_everything_once_after_what_it_depends_on(filler, ended, sequence_p
         done.add(operation)
 
 
+def _without_weight_gradients(order):
+    return [op for op in order if not op.kind.is_weight_gradient]
+
+
 def test_without_waits_only_weight_gradients_move():
     _, order = _order()
     walked = _walk(order, GENEROUS, ended=True)
-    assert [op for op in walked if op.kind is not Kind.WGRAD] == [op for op in order if op.kind is not Kind.WGRAD]
-    last = len(walked) - 1
-    assert all(op.kind is Kind.WGRAD for op in walked[last - 9 :]), "nothing waited, so they all come last"
+    assert _without_weight_gradients(walked) == _without_weight_gradients(order)
+    count = len(order) - len(_without_weight_gradients(order))
+    assert all(op.kind.is_weight_gradient for op in walked[-count:]), "nothing waited, so they all come last"
 
 
 def test_a_wait_is_filled_with_weight_gradients_first_and_then_with_recomputation():
@@ -57,10 +62,10 @@ def test_limits(ended, postponed, ahead):
     walked = _walk(order, Filler(max_postponed_wgrads=2, max_recomputes_ahead=3), ended=ended)
     most_postponed = most_ahead = 0
     for now, operation in enumerate(walked):
-        if operation.kind in (Kind.WGRAD, Kind.RECOMPUTE):
+        if operation.kind.is_weight_gradient or operation.kind is Kind.RECOMPUTE:
             continue
         due, run = set(order[: order.index(operation)]), set(walked[:now])
-        most_postponed = max(most_postponed, sum(op.kind is Kind.WGRAD for op in due - run))
+        most_postponed = max(most_postponed, sum(op.kind.is_weight_gradient for op in due - run))
         most_ahead = max(most_ahead, sum(op.kind is Kind.RECOMPUTE for op in run - due))
     assert (most_postponed, most_ahead) == (postponed, ahead)
 

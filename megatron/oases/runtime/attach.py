@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.oases.runtime.collectives import Collectives
+from megatron.oases.runtime.executor import Observer, unobserved
 from megatron.oases.runtime.layers import cut
 from megatron.oases.runtime.stage import ScheduledStage
 from megatron.oases.schedule import Filler, Idea
@@ -16,7 +17,7 @@ from oases_patches import gpt_model, tensor_parallel_layers
 
 # Four layers' worth of weight gradients, and two layers' recomputation, of one sub-batch. More would hold more memory, and
 # waits are shorter than that.
-_MAX_POSTPONED_WGRADS = 8
+_MAX_POSTPONED_WGRADS = 16
 _MAX_RECOMPUTES_AHEAD = 4
 
 
@@ -28,6 +29,8 @@ def attach_schedule(
     overlap_grad_reduce: bool = False,
     micro_batches: Callable[[], int] = lambda: 1,
     without: frozenset[Idea] = frozenset(),
+    collectives: Collectives | None = None,
+    observer: Observer = unobserved,
 ) -> ScheduledStage:
     """Lets the oases schedule run `model` from tokens to loss, in training and in evaluation.
 
@@ -44,13 +47,15 @@ def attach_schedule(
         micro_batches: tells how many micro-batches the present training iteration has, for a loop that runs each one
             forward and backward before the next one, as Megatron's does without pipeline parallelism.
         without: ideas of the schedule to leave out, to measure what they gain. No result depends on it.
+        collectives: who runs the collectives; by default those of the model's tensor-parallel group.
+        observer: stands around every operation that runs, to time or draw it.
 
     Raises:
         UsageError: the model has something that the schedule cannot run.
         RuntimeError: the ranks of the tensor-parallel group built different schedules.
     """
     group = model.pg_collection.tp
-    collectives = Collectives(group)
+    collectives = collectives or Collectives(group)
     dynamic = collectives.host_sees_completion and Idea.FILLER not in without
     postpones = dynamic and not overlap_grad_reduce and Idea.COLLECTIVE_FIRST not in without
 
@@ -73,6 +78,7 @@ def attach_schedule(
         # Megatron lets data parallelism reduce from the last forward pass on: what was put off must be over by then.
         last_apart=overlap_grad_reduce,
         without=without,
+        observer=observer,
     )
     _check_same_on_every_rank(stage.schedule.digest(), group)
     tensor_parallel_layers.apply()

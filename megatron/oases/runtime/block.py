@@ -69,9 +69,8 @@ class CutPart:
         return core_input_gradient
 
     def wgrad(self, cell: Cell) -> None:
-        """WGRAD: adds the gradients of the part's linears, and frees what they needed."""
-        while cell.deferred:
-            cell.deferred.pop(0).accumulate()
+        """WGRAD: adds the gradients of the column-parallel linear, and frees what they needed."""
+        _accumulate(cell, row_parallel=False)
 
     def norm_grad(self, cell: Cell, reduced: Tensor) -> Tensor:
         """NORM_GRAD: the gradient of the part's input, from the reduced gradient of the core's input."""
@@ -108,7 +107,7 @@ class Block(CutPart):
     """Half a transformer layer: norm, core (column-parallel to row-parallel), bias-dropout-add.
 
     Args:
-        kind: whether backward recomputes the block.
+        part: whether it is attention or MLP, and whether backward recomputes it.
         bias_dropout_add: ((partial, bias), residual) → [s, b, h], Megatron's own function.
         is_training: tells whether the layer is in training mode.
         hidden_dropout: probability of the dropout in bias_dropout_add.
@@ -121,7 +120,7 @@ class Block(CutPart):
     def __init__(
         self,
         *,
-        kind: Part,
+        part: Part,
         bias_dropout_add: Callable[[tuple[Tensor, Tensor | None], Tensor], Tensor],
         is_training: Callable[[], bool],
         hidden_dropout: float,
@@ -132,7 +131,7 @@ class Block(CutPart):
         **cut_arguments,
     ):
         super().__init__(**cut_arguments)
-        self.kind = kind
+        self.part = part
         self._bias_dropout_add = bias_dropout_add
         self._is_training = is_training
         self._hidden_dropout = hidden_dropout
@@ -194,6 +193,10 @@ class Block(CutPart):
         torch.autograd.backward((end,), (gradient,))
         return leaf.grad
 
+    def row_wgrad(self, cell: Cell) -> None:
+        """ROW_WGRAD: adds the gradients of the row-parallel linear, and frees what they needed."""
+        _accumulate(cell, row_parallel=True)
+
     def norm_grad(self, cell: Cell, reduced: Tensor) -> Tensor:
         gradient = super().norm_grad(cell, reduced).add_(cell.residual_gradient)
         cell.residual_gradient = None
@@ -206,6 +209,13 @@ class Block(CutPart):
             leaf = reduced.detach().requires_grad_()
             x_next = self._bias_dropout_add((leaf, bias), residual)
         return x_next.detach(), (leaf, get_gradient_edge(x_next))
+
+
+def _accumulate(cell: Cell, *, row_parallel: bool) -> None:
+    gradients = [gradient for gradient in cell.deferred if gradient.row_parallel is row_parallel]
+    cell.deferred = [gradient for gradient in cell.deferred if gradient.row_parallel is not row_parallel]
+    while gradients:
+        gradients.pop(0).accumulate()
 
 
 def _replayed(states: RngStates | None) -> AbstractContextManager:

@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.oases.runtime.block import CutPart
 from megatron.oases.runtime.cell import Cell, Tape
 from megatron.oases.runtime.collectives import Collectives
-from megatron.oases.schedule import Part
+from megatron.oases.schedule import Part, Role
 
 
 class EmbeddingScheduling:
@@ -34,7 +34,7 @@ class Embedding:
     """
 
     # With sequence parallelism WGRAD gathers the gradient, here or, with learned positions, inside Megatron's backward.
-    kind = Part.EMBEDDING
+    part = Part(Role.EMBEDDING)
     chunked_attention = None
     communicates_inside = True
     wgrad_may_move = False
@@ -90,7 +90,7 @@ class Head(CutPart):
             started once, when no large one is in their way.
     """
 
-    kind = Part.HEAD
+    part = Part(Role.HEAD)
     # Its weight gradient keeps the gradient of the logits alive, and has its place before that of tied embeddings.
     wgrad_may_move = False
 

@@ -1,6 +1,7 @@
 """Runs a list of operations on tensors."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -11,6 +12,15 @@ from megatron.oases.runtime.ends import Embedding, Head
 from megatron.oases.schedule import Filler, Kind, Operation, walk
 
 
+Observer = Callable[[Operation], AbstractContextManager]
+_UNOBSERVED = nullcontext()
+
+
+def unobserved(_: Operation) -> AbstractContextManager:
+    """The observer that sees nothing."""
+    return _UNOBSERVED
+
+
 class Executor:
     """Runs lists over a chain of parts.
 
@@ -19,6 +29,7 @@ class Executor:
         collectives: those of the tensor-parallel group.
         filler: what may fill waits.
         sequence_parallel: whether what lies between blocks is split along the sequence.
+        observer: what it returns for an operation is entered before that runs, and left behind it.
     """
 
     def __init__(
@@ -28,11 +39,13 @@ class Executor:
         filler: Filler,
         *,
         sequence_parallel: bool,
+        observer: Observer = unobserved,
     ):
         self._parts = parts
         self._collectives = collectives
         self._filler = filler
         self._sequence_parallel = sequence_parallel
+        self._observer = observer
 
     def run(self, order: Sequence[Operation], *tapes: Tape) -> None:
         """Runs the list. `tapes` are the micro-batches that it deals with; what they hold is used up or filled in."""
@@ -42,11 +55,12 @@ class Executor:
             return cell.in_flight[collective.kind].is_completed()
 
         for operation in walk(order, self._filler, may_move=self._may_move, has_ended=has_ended):
-            self._run(operation, tapes[operation.micro_batch])
+            with self._observer(operation):
+                self._run(operation, tapes[operation.micro_batch])
 
     def _may_move(self, operation: Operation) -> bool:
         part = self._parts[operation.place]
-        return part.wgrad_may_move if operation.kind is Kind.WGRAD else not part.communicates_inside
+        return part.wgrad_may_move if operation.kind.is_weight_gradient else not part.communicates_inside
 
     def _run(self, operation: Operation, tape: Tape) -> None:
         part, i = self._parts[operation.place], operation.sub_batch
@@ -87,6 +101,8 @@ class Executor:
                 part.wgrad_of_all(tape, [tape.cells[operation.place, i] for i in range(len(tape.sizes))])
             case Kind.WGRAD:
                 part.wgrad(cell)
+            case Kind.ROW_WGRAD:
+                part.row_wgrad(cell)
             case Kind.NORM_GRAD:
                 tape.gradients[i] = part.norm_grad(cell, _waited_for(cell, Kind.REDUCE_GRAD))
             case communication:

@@ -18,7 +18,7 @@ from megatron.oases.runtime.chunks import ChunkedAttention
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Head
 from megatron.oases.runtime.linear import LinearScheduling
-from megatron.oases.schedule import Part
+from megatron.oases.schedule import Part, Role
 
 _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
@@ -38,10 +38,10 @@ def cut(
         UsageError: the model has something that a schedule cannot run.
     """
     parts: list[Embedding | Block | Head] = [_embedding(model, collectives)] if model.pre_process else []
-    recomputed = _recomputed_blocks(model.config, len(model.decoder.layers))
-    for layer, kinds in zip(model.decoder.layers, recomputed, strict=True):
+    layers = _layer_parts(model.config, len(model.decoder.layers))
+    for layer, layer_parts in zip(model.decoder.layers, layers, strict=True):
         parts += _cut_layer(
-            layer, kinds, along_sequence=along_sequence, recomputes_row_parallel=recomputes_row_parallel
+            layer, layer_parts, along_sequence=along_sequence, recomputes_row_parallel=recomputes_row_parallel
         )
     if model.post_process:
         parts.append(_head(model))
@@ -68,14 +68,14 @@ def _head(model: GPTModel) -> Head:
 
 
 def _cut_layer(
-    layer: TransformerLayer, kinds: tuple[Part, Part], *, along_sequence: bool, recomputes_row_parallel: bool
+    layer: TransformerLayer, parts: tuple[Part, Part], *, along_sequence: bool, recomputes_row_parallel: bool
 ) -> tuple[Block, Block]:
     """The layer's attention block and MLP block."""
     _check(layer)
     config = layer.config
     attention = _block(
         layer,
-        kind=kinds[0],
+        part=parts[0],
         norm=layer.input_layernorm,
         core=partial(_attention, layer),
         chunked_attention=ChunkedAttention(layer.self_attention.core_attention) if along_sequence else None,
@@ -88,7 +88,7 @@ def _cut_layer(
     )
     mlp = _block(
         layer,
-        kind=kinds[1],
+        part=parts[1],
         norm=layer.pre_mlp_layernorm,
         core=lambda normed, _: layer.mlp(normed),
         bias_dropout_add=layer.mlp_bda,
@@ -100,19 +100,23 @@ def _cut_layer(
     return attention, mlp
 
 
-def _recomputed_blocks(config: TransformerConfig, num_layers: int) -> list[tuple[Part, Part]]:
-    """For the attention and the MLP of each layer, whether Megatron's flags ask to recompute all of it."""
-    kept, recomputed = Part.BLOCK, Part.RECOMPUTED_BLOCK
+def _layer_parts(config: TransformerConfig, num_layers: int) -> list[tuple[Part, Part]]:
+    """The attention and the MLP of each layer, recomputed where Megatron's flags ask to recompute all of it."""
+
+    def layer(*, attention: bool, mlp: bool) -> tuple[Part, Part]:
+        return Part(Role.ATTENTION, attention), Part(Role.MLP, mlp)
+
+    kept, recomputed = layer(attention=False, mlp=False), layer(attention=True, mlp=True)
     match config.recompute_granularity:
         case None:
-            return [(kept, kept)] * num_layers
+            return [kept] * num_layers
         case "selective":
-            return [(kept, recomputed if "mlp" in config.recompute_modules else kept)] * num_layers
+            return [layer(attention=False, mlp="mlp" in config.recompute_modules)] * num_layers
         case "full" if config.recompute_method == "block":
             count = min(config.recompute_num_layers, num_layers)
-            return [(recomputed, recomputed)] * count + [(kept, kept)] * (num_layers - count)
+            return [recomputed] * count + [kept] * (num_layers - count)
         case "full":
-            return [(recomputed, recomputed)] * num_layers
+            return [recomputed] * num_layers
         case other:
             raise UsageError(f"--recompute-granularity {other}: the oases schedule knows full and selective")
 

@@ -7,6 +7,7 @@ next collective waits for it, and the weight gradient whenever there is nothing 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class LinearGradient:
     bias: torch.nn.Parameter | None
     input: Tensor
     grad_output: Tensor
+    row_parallel: bool
     fused: bool
 
     def accumulate(self) -> None:
@@ -39,6 +41,7 @@ class BiasGradient:
 
     bias: torch.nn.Parameter
     grad_output: Tensor
+    row_parallel: ClassVar[bool] = True  # no other linear of a block leaves its bias to be added later
 
     def accumulate(self) -> None:
         accumulate_gradient(self.bias, self.grad_output.flatten(0, -2).sum(0))
@@ -86,8 +89,14 @@ class LinearScheduling:
         assert self.active
         if not torch.is_grad_enabled():
             return torch.nn.functional.linear(input_, weight, bias)
-        leave_out = row_parallel and self._leave_out_row_parallel
-        parameters = _Parameters(weight, bias, self._deferred, leave_out, fused_wgrad)
+        parameters = _Parameters(
+            weight,
+            bias,
+            self._deferred,
+            row_parallel=row_parallel,
+            leave_out_output=row_parallel and self._leave_out_row_parallel,
+            fused_wgrad=fused_wgrad,
+        )
         return _Linear.apply(input_, parameters)
 
 
@@ -98,6 +107,7 @@ class _Parameters:
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     deferred: DeferredGradients
+    row_parallel: bool
     leave_out_output: bool
     fused_wgrad: bool
 
@@ -118,7 +128,12 @@ class _Linear(torch.autograd.Function):
         parameters = ctx.parameters
         # Detached: through its graph the input would keep this list alive, and with it itself.
         gradient = LinearGradient(
-            parameters.weight, parameters.bias, input_.detach(), grad_output, parameters.fused_wgrad
+            parameters.weight,
+            parameters.bias,
+            input_.detach(),
+            grad_output,
+            row_parallel=parameters.row_parallel,
+            fused=parameters.fused_wgrad,
         )
         parameters.deferred.append(gradient)
         return grad_output.matmul(parameters.weight), None

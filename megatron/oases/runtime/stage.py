@@ -13,9 +13,9 @@ from megatron.oases.runtime.cell import Cell, Inputs, Tape
 from megatron.oases.runtime.chunks import Chunk, chunk_of_mask
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, Head
-from megatron.oases.runtime.executor import Executor
+from megatron.oases.runtime.executor import Executor, Observer, unobserved
 from megatron.oases.runtime.interleaving import Interleaving
-from megatron.oases.schedule import Filler, Idea, Layout, Operation, Part, Schedule, build_oases_schedule, validate
+from megatron.oases.schedule import Filler, Idea, Layout, Operation, Schedule, build_oases_schedule, validate
 
 
 class ScheduledStage:
@@ -31,6 +31,7 @@ class ScheduledStage:
         micro_batches: tells, during training, how many micro-batches the present iteration has.
         last_apart: whether the last micro-batch's forward pass may not be interleaved.
         without: ideas of the schedule to leave out.
+        observer: stands around every operation that runs.
     """
 
     def __init__(
@@ -45,17 +46,20 @@ class ScheduledStage:
         micro_batches: Callable[[], int],
         last_apart: bool,
         without: frozenset[Idea],
+        observer: Observer = unobserved,
     ):
         self._without = without
-        self._chain = tuple(part.kind for part in parts)
+        self._chain = tuple(part.part for part in parts)
         self._chunked = {place for place, part in enumerate(parts) if part.chunked_attention is not None}
         self._sub_batches = sub_batches
         self._along_sequence = along_sequence
         self._sequence_parallel = sequence_parallel
-        self._executor = Executor(parts, collectives, filler, sequence_parallel=sequence_parallel)
+        self._executor = Executor(
+            parts, collectives, filler, sequence_parallel=sequence_parallel, observer=observer
+        )
         self._schedules: dict[int, Schedule] = {}
         self.schedule = self._schedule_for(sub_batches)
-        has_both_ends = self._chain[0] is Part.EMBEDDING and self._chain[-1] is Part.HEAD
+        has_both_ends = self.schedule.layout.has_embedding and self.schedule.layout.has_head
         interleaves = has_both_ends and Idea.INTERLEAVE not in without
         self._interleaving = Interleaving(micro_batches if interleaves else lambda: 1, last_apart=last_apart)
 
@@ -100,14 +104,14 @@ class ScheduledStage:
 
     def _backward(self, tape: Tape, gradient: Tensor) -> Tensor | None:
         """The gradient of `hidden_states`, or None where the chain begins with the embedding."""
-        if self._chain[-1] is Part.HEAD:
+        if self.schedule.layout.has_head:
             tape.loss_gradient = gradient
         else:
             tape.gradients = tape.cut(gradient)
         if self._interleaving.puts_off(tape):
             return None
         self._run_backward(tape)
-        return tape.joined(tape.gradients) if self._chain[0] is not Part.EMBEDDING else None
+        return tape.joined(tape.gradients) if not self.schedule.layout.has_embedding else None
 
     def _run_backward(self, tape: Tape) -> None:
         self._run(self._schedule_for(len(tape.sizes)).backward, tape)
@@ -139,7 +143,7 @@ class ScheduledStage:
         for place, part in enumerate(self._chain):
             chunks: list[Chunk] = []
             for i in range(sub_batches):
-                cell = Cell(cut[i], keep_graph=keep and part is not Part.RECOMPUTED_BLOCK)
+                cell = Cell(cut[i], keep_graph=keep and not part.recomputed)
                 if place in self._chunked:
                     cell.chunk = Chunk(earlier=list(chunks))
                     chunks.append(cell.chunk)

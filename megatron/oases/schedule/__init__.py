@@ -1,8 +1,10 @@
 """A schedule is data: ordered operations over (part of the model, sub-batch), built here and only read elsewhere."""
 
 from megatron.oases.schedule.ablation import MEANING, Idea
+from megatron.oases.schedule.layout import Layout, Schedule
+from megatron.oases.schedule.megatron import build_megatron_schedule
 from megatron.oases.schedule.oases import build_oases_schedule
-from megatron.oases.schedule.operation import AWAITS, Kind, Layout, Operation, Part, Schedule, collectives
+from megatron.oases.schedule.operation import AWAITS, Kind, Operation, Part, Role, collectives
 from megatron.oases.schedule.validate import ScheduleError, validate
 from megatron.oases.schedule.walk import Filler, walk
 
@@ -15,8 +17,10 @@ __all__ = [
     "Layout",
     "Operation",
     "Part",
+    "Role",
     "Schedule",
     "ScheduleError",
+    "build_megatron_schedule",
     "build_oases_schedule",
     "collectives",
     "validate",

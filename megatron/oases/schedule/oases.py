@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from megatron.oases.schedule.ablation import Idea
-from megatron.oases.schedule.operation import Kind, Layout, Operation, Part, Schedule
+from megatron.oases.schedule.layout import Layout, Schedule
+from megatron.oases.schedule.operation import Kind, Operation, Role
 
 
 def build_oases_schedule(layout: Layout, *, without: frozenset[Idea] = frozenset()) -> Schedule:
@@ -42,7 +43,7 @@ def _forward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
             order += _in_turns(layout, joins)
             joins = []
         order += _in_turns(layout, [*joins, *((kind, place) for kind in kinds)])
-    if layout.chain[last] is Part.HEAD:
+    if layout.has_head:
         order.append(Operation(Kind.LOSS, last))
     else:
         order += _in_turns(layout, [(Kind.JOIN, last)])
@@ -51,12 +52,12 @@ def _forward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
 
 def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
     last = len(layout.chain) - 1
-    first = 1 if layout.chain[0] is Part.EMBEDDING else 0
+    first = 1 if layout.has_embedding else 0
 
     def regather(place: int) -> list[tuple[Kind, int]]:
         return [(kind, place) for kind in layout.recompute_kinds(place) if kind is not Kind.RECOMPUTE]
 
-    order = [Operation(Kind.LOSS_GRAD, last)] if layout.chain[last] is Part.HEAD else []
+    order = [Operation(Kind.LOSS_GRAD, last)] if layout.has_head else []
     order += _in_turns(layout, regather(last))
     for place in range(last, first - 1, -1):
         # Recomputation needs no gradient: RECOMPUTE stands before the wait for the part above, and hides that
@@ -66,7 +67,7 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
             order += _in_turns(layout, kinds)
             kinds = []
         if place < last:
-            if Idea.ENDS in without and layout.chain[place + 1] is Part.HEAD:
+            if Idea.ENDS in without and layout.chain[place + 1].role is Role.HEAD:
                 order += _in_turns(layout, [(Kind.NORM_GRAD, place + 1)], last_first=layout.along_sequence)
             else:
                 kinds.append((Kind.NORM_GRAD, place + 1))
@@ -77,7 +78,7 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
                 kinds.append((kind, place))
         order += _in_turns(layout, kinds, last_first=layout.along_sequence)
     order += _in_turns(layout, [(Kind.NORM_GRAD, first)], last_first=layout.along_sequence)
-    if layout.chain[0] is Part.EMBEDDING:
+    if layout.has_embedding:
         order.append(Operation(Kind.WGRAD, 0))
     return order
 
@@ -85,13 +86,15 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
 def _backward_kinds(layout: Layout, place: int, without: frozenset[Idea]) -> list[Kind]:
     kinds = list(layout.backward_kinds(place))
     if Idea.COLLECTIVE_FIRST in without:
-        kinds.remove(Kind.WGRAD)
-        kinds.insert(kinds.index(Kind.REDUCE_GRAD), Kind.WGRAD)
+        weight_gradients = [kind for kind in kinds if kind.is_weight_gradient]
+        kinds = [kind for kind in kinds if not kind.is_weight_gradient]
+        at = kinds.index(Kind.REDUCE_GRAD)
+        kinds[at:at] = weight_gradients
     return kinds
 
 
 def _touches_end(layout: Layout, place: int) -> bool:
-    return layout.chain[place] is Part.HEAD or (place > 0 and layout.chain[place - 1] is Part.EMBEDDING)
+    return layout.chain[place].role is Role.HEAD or (place > 0 and layout.chain[place - 1].role is Role.EMBEDDING)
 
 
 def _in_turns(
@@ -102,7 +105,7 @@ def _in_turns(
     What follows the last collective goes with it: weight gradients stand right behind the collective that they hide.
     """
     runs = _up_to_collectives(kinds, is_communication=lambda entry: entry[0].is_communication)
-    if len(runs) > 1 and all(kind is Kind.WGRAD for kind, _ in runs[-1]):
+    if len(runs) > 1 and all(kind.is_weight_gradient for kind, _ in runs[-1]):
         weight_gradients = runs.pop()
         runs[-1] += weight_gradients
     sub_batches = range(layout.sub_batches)

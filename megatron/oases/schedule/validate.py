@@ -4,7 +4,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron.oases.schedule.operation import Layout, Operation, Schedule
+from megatron.oases.schedule.layout import Layout, Schedule
+from megatron.oases.schedule.operation import Operation
 
 
 class ScheduleError(ValueError):

@@ -16,7 +16,7 @@ class Filler:
     """What may leave its place in the order, to fill the wait for a collective.
 
     Args:
-        max_postponed_wgrads: WGRADs that may wait for a gap; their inputs stay alive meanwhile. 0: run them in place.
+        max_postponed_wgrads: WGRADs and ROW_WGRADs that may wait for a gap; their inputs stay alive meanwhile. 0: run them in place.
         max_recomputes_ahead: RECOMPUTEs that may run before their turn; their graphs stay alive meanwhile.
     """
 
@@ -40,7 +40,7 @@ def walk(
     Args:
         order: a valid list.
         filler: how much may move.
-        may_move: whether a WGRAD or RECOMPUTE may leave its place at all.
+        may_move: whether a weight gradient or RECOMPUTE may leave its place at all.
         has_ended: whether a collective, which was started if the list has it, has ended; True if the list does not.
     """
     if filler.is_empty:
@@ -77,7 +77,7 @@ def walk(
             continue
         if recomputes and operation == recomputes[0]:
             recomputes.popleft()
-        if operation.kind is Kind.WGRAD and filler.max_postponed_wgrads and may_move(operation):
+        if operation.kind.is_weight_gradient and filler.max_postponed_wgrads and may_move(operation):
             postponed.append(operation)
             if len(postponed) > filler.max_postponed_wgrads:
                 yield postponed.popleft()

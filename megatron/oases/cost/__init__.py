@@ -1,0 +1,1 @@
+"""What operations cost, and how long an iteration of them takes, without running any."""

@@ -1,0 +1,75 @@
+"""What a simulator asks of a cost model, whether that knows a profile or only a cluster file."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from megatron.oases.schedule import Kind, Role
+
+
+class Collective(Enum):
+    """What a process group can be asked for. The value is its name in files."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"  # from one pipeline stage to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group, by where its ranks lie: `size` of them, each `stride` ranks from the next.
+
+    All groups of the same shape, which together hold all ranks of the world, communicate at the same time, and so share
+    the links that they have in common.
+    """
+
+    size: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.stride < 1:
+            raise ValueError(f"a group of {self.size} ranks, {self.stride} apart")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How much slower (factors of at least 1) each gets while the other runs."""
+
+    compute: float = 1.0
+    communication: float = 1.0
+
+
+class CostModel(Protocol):
+    """Times on one device of one cluster, for one model. What it cannot know is an error, never a guess."""
+
+    def compute_ms(self, kind: Kind, role: Role, *, degree: int, samples: int) -> float:
+        """One computing operation of one part, without waiting for anything.
+
+        Args:
+            kind: the operation. RECOMPUTE is without the row-parallel GEMM; with it the operation costs what FORWARD
+                costs. LOSS, LOSS_GRAD and the embedding's WGRAD are of all sub-batches together.
+            role: what the part is.
+            degree: TP degree.
+            samples: number of samples `b` in [s, b, h].
+        """
+
+    def collective_ms(self, collective: Collective, group: Group, size_bytes: int) -> float:
+        """One collective alone on its links.
+
+        Args:
+            collective: which.
+            group: on which ranks.
+            size_bytes: of the whole tensor: what each rank puts into an all-reduce or a reduce-scatter, what each rank gets
+                out of an all-gather, what one rank sends.
+        """
+
+    def optimizer_ms(self, parameters: int) -> float:
+        """Clipping and one Adam step on the parameters that one device updates."""
+
+    def iteration_overhead_ms(self) -> float:
+        """What an iteration takes beside computation and collectives: data, logging, the loop itself."""
+
+    def contention(self, group: Group) -> Contention:
+        """What happens while computation and a collective of `group` run at the same time."""

@@ -1,0 +1,203 @@
+"""What an order is made for, which operations it consists of, and what each of them depends on."""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+
+from megatron.oases.schedule.operation import Kind, Operation, Part, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What an order is made for.
+
+    Args:
+        chain: the parts of the pipeline stage, in the order of the forward pass.
+        sub_batches: number of sub-batches a micro-batch is cut into. With 1 nothing is there to hide a collective behind
+            but weight gradients.
+        along_sequence: whether the cuts are along the sequence instead of the batch. Then a chunk needs the keys and
+            values of the chunks before it, and in backward the gradients from the chunks behind it.
+        sequence_parallel: whether what lies between blocks is split over the ranks along the sequence.
+        recomputes_row_parallel: whether recomputation runs row-parallel GEMMs too, though no gradient needs their output.
+        repeats_collectives: whether recomputation runs a whole layer again from its input, collectives included, and
+            with sequence parallelism gathers what the weight gradient needs once more: as Megatron does. Then only the
+            inputs of layers are kept, else those of all blocks.
+    """
+
+    chain: tuple[Part, ...]
+    sub_batches: int
+    along_sequence: bool = False
+    sequence_parallel: bool = False
+    recomputes_row_parallel: bool = False
+    repeats_collectives: bool = False
+
+    def __post_init__(self) -> None:
+        if not any(part.is_block for part in self.chain):
+            raise ValueError("a schedule needs at least one block")
+        if self.sub_batches < 1:
+            raise ValueError(f"sub_batches is {self.sub_batches}, must be at least 1")
+        for place, part in enumerate(self.chain):
+            is_inside = part.role is Role.EMBEDDING and place != 0
+            is_inside |= part.role is Role.HEAD and place != len(self.chain) - 1
+            if is_inside:
+                raise ValueError(f"the {part.role.value} stands at place {place} of {len(self.chain)}")
+        if self.along_sequence and self.sequence_parallel:
+            raise ValueError("the sequence is split over the ranks already: no sub-batches along it")
+        if self.repeats_collectives and not self.recomputes_row_parallel:
+            raise ValueError("a repeated collective needs the output of the row-parallel GEMM")
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.chain[0].role is Role.EMBEDDING
+
+    @property
+    def has_head(self) -> bool:
+        return self.chain[-1].role is Role.HEAD
+
+    def forward_kinds(self, place: int) -> tuple[Kind, ...]:
+        """The operations of a part in the forward pass, in order, for each sub-batch."""
+        gather = (Kind.NORM, Kind.GATHER) if self._gathers(place) else ()
+        ends = () if self.chain[place].role is Role.HEAD else (Kind.REDUCE, Kind.JOIN)
+        return gather + (Kind.FORWARD,) + ends
+
+    def recompute_kinds(self, place: int) -> tuple[Kind, ...]:
+        """The operations that recompute a part, in order, for each sub-batch."""
+        if not self.chain[place].recomputed:
+            return ()
+        gather = (Kind.RENORM, Kind.REGATHER) if self._gathers(place) else ()
+        repeated = (Kind.REREDUCE, Kind.REJOIN) if self.repeats_collectives else ()
+        return gather + (Kind.RECOMPUTE,) + repeated
+
+    def backward_kinds(self, place: int) -> tuple[Kind, ...]:
+        """The operations of a part in the backward pass, in order, for each sub-batch."""
+        role = self.chain[place].role
+        if role is Role.EMBEDDING:
+            return ()
+        gather = (Kind.JOIN_GRAD, Kind.GATHER_GRAD) if self._gathers(place) and role is not Role.HEAD else ()
+        if self._gathers(place) and self.repeats_collectives:
+            gather += (Kind.GATHER_INPUT,)
+        row = () if role is Role.HEAD else (Kind.ROW_WGRAD,)
+        return gather + (Kind.DGRAD, Kind.REDUCE_GRAD, Kind.WGRAD, *row, Kind.NORM_GRAD)
+
+    def _gathers(self, place: int) -> bool:
+        return self.sequence_parallel and self.chain[place].role is not Role.EMBEDDING
+
+    def forward_operations(self) -> set[Operation]:
+        """All that the forward pass of one micro-batch consists of."""
+        joint = {Operation(Kind.LOSS, len(self.chain) - 1)} if self.has_head else set()
+        return joint | self._each(self.forward_kinds)
+
+    def backward_operations(self) -> set[Operation]:
+        """All that the backward pass of one micro-batch consists of."""
+        joint = {Operation(Kind.LOSS_GRAD, len(self.chain) - 1)} if self.has_head else set()
+        joint |= {Operation(Kind.WGRAD, 0)} if self.has_embedding else set()
+        return joint | self._each(self.recompute_kinds) | self._each(self.backward_kinds)
+
+    def _each(self, kinds) -> set[Operation]:
+        return {
+            Operation(kind, place, i)
+            for place in range(len(self.chain))
+            for kind in kinds(place)
+            for i in range(self.sub_batches)
+        }
+
+    def dependencies(self, operation: Operation) -> tuple[Operation, ...]:
+        """The operations that must come before `operation` on the same rank, within its own pass.
+
+        Only direct ones: what follows from them by transitivity is left out. A pass begins with what it is given: the
+        tokens or the previous stage's output, the gradient of the loss or of the stage's output.
+        """
+        return self._own_dependencies(operation) + self._dependencies_on_chunks(operation)
+
+    def _dependencies_on_chunks(self, operation: Operation) -> tuple[Operation, ...]:
+        if not self.along_sequence or not self.chain[operation.place].is_block:
+            return ()
+        step = {Kind.FORWARD: -1, Kind.RECOMPUTE: -1, Kind.DGRAD: 1}.get(operation.kind)
+        if step is None or operation.sub_batch + step not in range(self.sub_batches):
+            return ()
+        return (dataclasses.replace(operation, sub_batch=operation.sub_batch + step),)
+
+    def _own_dependencies(self, operation: Operation) -> tuple[Operation, ...]:
+        place, part = operation.place, self.chain[operation.place]
+
+        def at(kind: Kind, place: int = place, sub_batch: int = operation.sub_batch) -> Operation:
+            return Operation(kind, place, sub_batch, operation.micro_batch)
+
+        def of_all(kind: Kind, place: int) -> tuple[Operation, ...]:
+            return tuple(at(kind, place, i) for i in range(self.sub_batches))
+
+        def upstream() -> tuple[Operation, ...]:
+            if part.role is Role.HEAD:
+                return (at(Kind.LOSS_GRAD, place, 0),)
+            return (at(Kind.NORM_GRAD, place + 1),) if place + 1 < len(self.chain) else ()
+
+        match operation.kind:
+            case kind if kind is self.forward_kinds(place)[0]:
+                return (at(Kind.JOIN, place - 1),) if place > 0 else ()
+            case Kind.GATHER:
+                return (at(Kind.NORM),)
+            case Kind.FORWARD:
+                return (at(Kind.GATHER),)
+            case Kind.REDUCE:
+                return (at(Kind.FORWARD),)
+            case Kind.JOIN:
+                return (at(Kind.REDUCE),)
+            case Kind.LOSS:
+                return of_all(Kind.FORWARD, place)
+            case kind if kind in self.recompute_kinds(place)[:1]:
+                # A block's input is kept, but for that of an MLP whose whole layer is recomputed.
+                is_second = self.repeats_collectives and part.role is Role.MLP and self.chain[place - 1].recomputed
+                return (at(Kind.REJOIN, place - 1),) if is_second else ()
+            case Kind.LOSS_GRAD:
+                return ()
+            case Kind.REGATHER:
+                return (at(Kind.RENORM),)
+            case Kind.RECOMPUTE:
+                return (at(Kind.REGATHER),)
+            case Kind.REREDUCE:
+                return (at(Kind.RECOMPUTE),)
+            case Kind.REJOIN:
+                return (at(Kind.REREDUCE),)
+            case Kind.JOIN_GRAD:
+                return upstream()
+            case Kind.GATHER_GRAD:
+                return (at(Kind.JOIN_GRAD),)
+            case Kind.DGRAD:
+                gathers = Kind.GATHER_GRAD in self.backward_kinds(place)
+                recomputed = (at(Kind.RECOMPUTE),) if part.recomputed else ()
+                return recomputed + ((at(Kind.GATHER_GRAD),) if gathers else upstream())
+            case Kind.GATHER_INPUT:
+                return upstream()
+            case Kind.WGRAD if part.role is Role.EMBEDDING:
+                return of_all(Kind.NORM_GRAD, place + 1)
+            case Kind.WGRAD if self.repeats_collectives and self._gathers(place):
+                return (at(Kind.DGRAD), at(Kind.GATHER_INPUT))
+            case Kind.REDUCE_GRAD | Kind.WGRAD | Kind.ROW_WGRAD:
+                return (at(Kind.DGRAD),)
+            case Kind.NORM_GRAD:
+                return (at(Kind.REDUCE_GRAD),)
+        raise AssertionError(f"no dependencies known for {operation}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The order of operations.
+
+    Args:
+        name: the schedule's name, as `--oases-schedule` takes it.
+        layout: what the order is made for.
+        forward: the forward pass of one micro-batch.
+        backward: the backward pass of one micro-batch.
+        steady: the backward pass of micro-batch 0 together with the forward pass of micro-batch 1.
+    """
+
+    name: str
+    layout: Layout
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    steady: tuple[Operation, ...]
+
+    def digest(self) -> str:
+        """Equal on two ranks only if they run the same operations in the same order."""
+        lists = (" ".join(map(str, order)) for order in (self.forward, self.backward, self.steady))
+        return hashlib.sha256(" | ".join([self.name, *lists]).encode()).hexdigest()
