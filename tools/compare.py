@@ -45,8 +45,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         nargs="+",
         default=list(SYSTEMS),
         metavar="SYSTEM",
-        help="the first is the one to compare with; oases-without-IDEA[+IDEA] is the oases schedule without some of its "
-        f"ideas, as --oases-ablate of pretrain_gpt.py takes them (default: {' '.join(SYSTEMS)})",
+        help="the first is the one to compare with; quoted, with flags of its own behind it: 'oases --oases-sub-batches 4' "
+        f"(default: {' '.join(SYSTEMS)})",
     )
     parser.add_argument(
         "--nic-gbps",

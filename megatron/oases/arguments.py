@@ -20,7 +20,7 @@ _SCHEDULES = ("vanilla", "oases")
 _SPLITS = ("batch", "sequence")
 # What only the schedule reads.
 _SCHEDULE_FLAGS = ("--oases-sub-batches", "--oases-split", "--oases-ablate")
-_CORE_ATTENTIONS = ("local", "sdpa")
+_CORE_ATTENTIONS = ("local", "sdpa", "te")
 _HALVES = ("compute", "communication")
 
 
@@ -33,7 +33,7 @@ class OasesConfig:
     sub_batches: int = 1
     split: Literal["batch", "sequence"] = "batch"
     ablate: frozenset[Idea] = frozenset()
-    core_attention: Literal["local", "sdpa"] = "local"
+    core_attention: Literal["local", "sdpa", "te"] = "local"
     report: Path | None = None
     only: Literal["compute", "communication"] | None = None
 
@@ -119,7 +119,8 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         choices=_CORE_ATTENTIONS,
         default="local",
         help="Core attention of --transformer-impl local, with any schedule. local: Megatron's own. sdpa: "
-        "torch.nn.functional.scaled_dot_product_attention, which does not keep the scores. Default: local.",
+        "torch.nn.functional.scaled_dot_product_attention, which does not keep the scores. te: Transformer Engine's. "
+        "Default: local; with --oases-schedule oases te, where it is installed.",
     )
     group.add_argument(
         "--oases-report",

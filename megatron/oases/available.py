@@ -40,7 +40,7 @@ def _installed(module: str) -> bool:
 
 
 def choose_defaults(
-    parser: ArgumentParser, given: Namespace, available: Available, *, schedule: str, core_attention: str
+    parser: ArgumentParser, given: Namespace, available: Available, *, schedule: str, split: str, core_attention: str
 ) -> list[str]:
     """Sets the parser's defaults to what works here.
 
@@ -49,6 +49,7 @@ def choose_defaults(
         given: the flags on the command line, without defaults.
         available: what this machine has.
         schedule: the schedule that will run the decoder.
+        split: along what it cuts sub-batches.
         core_attention: who computes core attention.
 
     Returns:
@@ -63,6 +64,9 @@ def choose_defaults(
         choices.append(("transformer_impl", "local", "--transformer-impl local"))
         if not available.apex:
             choices.append(("no_persist_layer_norm", True, "--no-persist-layer-norm"))
+    # Transformer Engine's core attention knows no chunks of a sequence.
+    if available.transformer_engine and schedule == "oases" and split == "batch":
+        choices.append(("oases_core_attention", "te", "--oases-core-attention te"))
     if not available.transformer_engine:
         choices.append(("apply_rope_fusion", False, "--no-rope-fusion"))
     if not available.fused_wgrad:
@@ -95,6 +99,8 @@ def _refuse_impossible(given: Namespace, available: Available) -> None:
             f"--transformer-impl {given.transformer_impl}",
             "Transformer Engine and a GPU",
         )
+    if values.get("oases_core_attention") == "te":
+        _require(available.transformer_engine, "--oases-core-attention te", "Transformer Engine and a GPU")
     if values.get("distributed_backend") == "nccl":
         _require(available.cuda, "--distributed-backend nccl", "a GPU")
     for name, flag in _NEED_TRANSFORMER_ENGINE.items():

@@ -33,10 +33,12 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
     # Left out by gpt_config_from_args in megatron-core 0.19.
     model.rope_scaling_factor = args.rope_scaling_factor
     model.finalize()
-    if config.core_attention == "sdpa":
-        from megatron.oases.runtime.core_attention import use_sdpa
+    if config.core_attention != "local":
+        from megatron.oases.runtime.core_attention import with_core_attention
 
-        model.transformer_layer_spec = lambda model, vp_stage=None: use_sdpa(default_layer_spec(model, vp_stage))
+        model.transformer_layer_spec = lambda model, vp_stage=None: with_core_attention(
+            default_layer_spec(model, vp_stage), config.core_attention
+        )
     if config.schedule == "oases":
         from megatron.oases.runtime import attach_schedule
 

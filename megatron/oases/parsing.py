@@ -42,7 +42,12 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
         core_attention = getattr(given, "oases_core_attention", "local")
         changed.extend(
             choose_defaults(
-                parser, given, Available.detect(device), schedule=schedule, core_attention=core_attention
+                parser,
+                given,
+                Available.detect(device),
+                schedule=schedule,
+                split=getattr(given, "oases_split", "batch"),
+                core_attention=core_attention,
             )
         )
         args = parser.parse_known_args(argv)[0]

@@ -168,9 +168,9 @@ def check_schedule(args: Namespace, config: OasesConfig) -> None:
         args: Megatron's arguments, before or after Megatron has validated them.
         config: the Oases flags.
     """
-    if config.core_attention == "sdpa" and getattr(args, "transformer_impl", "local") != "local":
+    if config.core_attention != "local" and getattr(args, "transformer_impl", "local") != "local":
         raise UsageError(
-            f"--oases-core-attention sdpa: with --transformer-impl {args.transformer_impl} core attention is not ours to "
+            f"--oases-core-attention {config.core_attention}: with --transformer-impl {args.transformer_impl} core attention is not ours to "
             "choose; use --transformer-impl local"
         )
     if config.schedule == "vanilla":
@@ -211,6 +211,7 @@ def _check_split(args: Namespace, config: OasesConfig) -> None:
         for flag, is_used in (
             ("--sequence-parallel", args.sequence_parallel),
             ("--recompute-granularity selective", args.recompute_granularity == "selective"),
+            ("--oases-core-attention te", config.core_attention == "te"),
         ):
             if is_used:
                 raise UsageError(f"--oases-split sequence does not run with {flag}: use --oases-split batch")

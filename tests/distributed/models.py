@@ -35,7 +35,7 @@ def build(case: ModelCase, seed: int = 17):
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     from megatron.core import parallel_state
 
-    from megatron.oases.runtime.core_attention import use_sdpa
+    from megatron.oases.runtime.core_attention import with_core_attention
     from oases_patches import torch_norm
 
     torch_norm.apply()
@@ -59,7 +59,7 @@ def build(case: ModelCase, seed: int = 17):
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=use_sdpa(spec) if case.sdpa else spec,
+        transformer_layer_spec=with_core_attention(spec, "sdpa") if case.sdpa else spec,
         vocab_size=case.vocabulary,
         max_sequence_length=case.sequence,
         share_embeddings_and_output_weights=case.tied,

@@ -37,7 +37,7 @@ def test_what_to_cut():
 def test_ideas_to_leave_out():
     config = _config("--oases-schedule", "oases", "--oases-ablate", "filler,ends")
     assert config.ablate == {Idea.FILLER, Idea.ENDS}
-    with pytest.raises(UsageError, match="--oases-ablate filler,fun: 'fun' is none of gemm, wgrad, filler, ends, inter"):
+    with pytest.raises(UsageError, match="--oases-ablate filler,fun: 'fun' is none of gemm, wgrad, filler, ends, last, inter"):
         _config("--oases-schedule", "oases", "--oases-ablate", "filler,fun")
     with pytest.raises(UsageError, match="--oases-ablate ends has no effect with --oases-schedule vanilla"):
         _config("--oases-ablate", "ends")

@@ -19,11 +19,13 @@ def parser():
     return new_parser()
 
 
-def _choose(parser, argv=(), available=CPU, schedule="vanilla", core_attention="local"):
+def _choose(parser, argv=(), available=CPU, schedule="vanilla", split="batch", core_attention="local"):
     saved = dict(parser._defaults), [(action, action.default) for action in parser._actions]
     try:
         given = given_flags(parser, argv)
-        flags = choose_defaults(parser, given, available, schedule=schedule, core_attention=core_attention)
+        flags = choose_defaults(
+            parser, given, available, schedule=schedule, split=split, core_attention=core_attention
+        )
         return flags, parser.parse_args(argv)
     finally:
         parser._defaults = saved[0]
@@ -69,6 +71,21 @@ def test_the_schedule_runs_megatrons_own_layers(parser):
     assert args.transformer_impl == "local"
 
 
+@pytest.mark.parametrize(
+    ("available", "schedule", "split", "argv", "expected"),
+    [
+        (FULL_GPU, "oases", "batch", "", "te"),
+        (FULL_GPU, "oases", "batch", "--oases-core-attention sdpa", "sdpa"),
+        (FULL_GPU, "oases", "sequence", "", "local"),
+        (FULL_GPU, "vanilla", "batch", "", "local"),
+        (BARE_GPU, "oases", "batch", "", "local"),
+    ],
+)
+def test_the_schedule_takes_transformer_engines_core_attention(parser, available, schedule, split, argv, expected):
+    _, args = _choose(parser, argv.split(), available, schedule=schedule, split=split)
+    assert args.oases_core_attention == expected
+
+
 def test_what_the_user_wrote_stays_and_is_not_mentioned(parser):
     flags, args = _choose(parser, ["--distributed-backend", "gloo", "--no-rope-fusion"], available=BARE_GPU)
     assert args.distributed_backend == "gloo"
@@ -88,6 +105,7 @@ def test_masks_that_the_data_brings_are_kept(parser):
         ("--distributed-backend nccl", CPU, "--distributed-backend nccl needs a GPU"),
         ("--attention-backend flash", BARE_GPU, "--attention-backend flash needs Transformer Engine"),
         ("--use-flash-attn", CPU, "--use-flash-attn needs Transformer Engine"),
+        ("--oases-core-attention te", BARE_GPU, "--oases-core-attention te needs Transformer Engine"),
         ("--fp8-format hybrid", BARE_GPU, "--fp8-format needs Transformer Engine"),
         ("--apply-layernorm-1p", CPU, "--apply-layernorm-1p needs apex, or"),
         ("--cuda-graph-impl local", CPU, "--cuda-graph-impl needs a GPU"),

@@ -194,8 +194,19 @@ def test_the_baseline_has_no_flag_of_ours():
     assert not any("oases" in flag for flag in shared_flags(recompute="full", iterations=7, overrides=[]))
 
 
-def test_systems_without_some_ideas():
+def test_systems_with_flags_of_their_own():
     assert system_flags("oases") == SYSTEMS["oases"]
-    assert system_flags("oases-without-gemm+filler") == (*SYSTEMS["oases"], "--oases-ablate", "gemm,filler")
-    with pytest.raises(UsageError, match="--systems merlin: there are megatron, oases and oases-without-IDEA"):
-        system_flags("merlin")
+    assert system_flags("oases --oases-ablate gemm,filler") == (*SYSTEMS["oases"], "--oases-ablate", "gemm,filler")
+
+
+@pytest.mark.parametrize(
+    "system, message",
+    [
+        ("merlin", "--systems merlin: there are megatron, oases"),
+        ("", "--systems : there are"),
+        ("oases --train-iters=3", "--train-iters in --systems 'oases --train-iters=3': compare sets it itself"),
+    ],
+)
+def test_what_is_no_system(system, message):
+    with pytest.raises(UsageError, match=message):
+        system_flags(system)

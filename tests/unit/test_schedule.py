@@ -12,6 +12,7 @@ from megatron.oases.schedule import (
     Part,
     Role,
     ScheduleError,
+    build_chain,
     build_megatron_schedule,
     build_oases_schedule,
     collectives,
@@ -144,6 +145,27 @@ def test_megatron_repeats_the_collectives_of_a_layer_and_hides_only_a_weight_gra
     ]
     with pytest.raises(ValueError, match="does not cut micro-batches"):
         build_megatron_schedule(Layout(chain=(A, M), sub_batches=2))
+
+
+@pytest.mark.parametrize(
+    "head, keeps_last_layer, recomputed_layers, expected",
+    [
+        (True, True, 3, [RA, RM, RA, RM, A, M, H]),
+        (True, False, 3, [RA, RM, RA, RM, RA, RM, H]),
+        (True, True, 1, [RA, RM, A, M, A, M, H]),  # the last one is kept already
+        (False, True, 3, [RA, RM, RA, RM, RA, RM]),  # another stage's backward comes first
+        (True, True, 0, [A, M, A, M, A, M, H]),
+    ],
+)
+def test_which_layers_are_recomputed(head, keeps_last_layer, recomputed_layers, expected):
+    chain = build_chain(
+        layers=3,
+        recomputed_layers=recomputed_layers,
+        embedding=False,
+        head=head,
+        keeps_last_layer=keeps_last_layer,
+    )
+    assert list(chain) == expected
 
 
 def test_what_is_never_recomputed_is_refused():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.oases.cost.model import Group
-from megatron.oases.schedule import Part, Role
+from megatron.oases.schedule import Part, Role, build_chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,9 @@ class Workload:
         recompute: `full`: every layer; `block`: the first `recompute_layers` of a stage; `none`.
         sub_batches: how many a micro-batch is cut into.
         along_sequence: whether along the sequence.
+        gradient_bytes: of a parameter in Megatron's gradient buffer.
+        hidden_dropout: whether there is any between blocks.
+        attention_dropout: whether there is any on attention's scores.
     """
 
     model: ModelShape
@@ -115,10 +118,18 @@ class Workload:
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    gradient_bytes: int = 4
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def tokens(self) -> int:
+        """Of an iteration, over all pipelines."""
+        return self.model.sequence * self.micro_batch * self.micro_batches * self.data
 
     @property
     def tensor_group(self) -> Group:
@@ -133,6 +144,10 @@ class Workload:
         """Megatron's order of ranks: tensor, then data, then pipeline."""
         return Group(self.pipeline, stride=self.tensor * self.data)
 
+    def hidden_bytes(self, samples: int) -> int:
+        """Of a tensor [s, b, h] of that many samples."""
+        return self.model.sequence * samples * self.model.hidden_size * self.model.element_bytes
+
     def sub_batch_sizes(self) -> tuple[int, ...]:
         """Samples of each sub-batch; the first ones are larger where it does not divide."""
         if self.along_sequence:
@@ -140,13 +155,13 @@ class Workload:
         base, larger = divmod(self.micro_batch, self.sub_batches)
         return tuple(base + (i < larger) for i in range(self.sub_batches))
 
-    def chain(self, stage: int) -> tuple[Part, ...]:
-        """The parts of pipeline stage `stage`."""
+    def chain(self, stage: int, *, keeps_last_layer: bool) -> tuple[Part, ...]:
+        """The parts of pipeline stage `stage`; see `build_chain`."""
         layers = self.model.layers // self.pipeline
-        recomputed = {"none": 0, "full": layers, "block": min(self.recompute_layers, layers)}[self.recompute]
-        chain = [Part(Role.EMBEDDING)] if stage == 0 else []
-        for layer in range(layers):
-            chain += [Part(Role.ATTENTION, layer < recomputed), Part(Role.MLP, layer < recomputed)]
-        if stage == self.pipeline - 1:
-            chain.append(Part(Role.HEAD))
-        return tuple(chain)
+        return build_chain(
+            layers=layers,
+            recomputed_layers={"none": 0, "full": layers, "block": min(self.recompute_layers, layers)}[self.recompute],
+            embedding=stage == 0,
+            head=stage == self.pipeline - 1,
+            keeps_last_layer=keeps_last_layer,
+        )

@@ -1,6 +1,7 @@
 """What is compared, and on which workload: command lines of pretrain_gpt.py, so that anyone can run them by hand."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 
 from megatron.oases.errors import UsageError
@@ -10,8 +11,6 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "megatron": (),
     "oases": ("--oases-schedule", "oases"),
 }
-
-_WITHOUT = "oases-without-"
 
 RECOMPUTE: dict[str, tuple[str, ...]] = {
     "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
@@ -35,20 +34,24 @@ _OWN_FLAGS = {"--train-iters": "--iterations", "--oases-report": "--json", "--oa
 
 def shared_flags(*, recompute: str, iterations: int, overrides: Sequence[str]) -> list[str]:
     """What every system is run with. The user's flags come last, and argparse takes the last."""
-    for flag in overrides:
-        name = flag.partition("=")[0]
-        if name in _OWN_FLAGS:
-            raise UsageError(f"{name} after --: compare sets it itself, from {_OWN_FLAGS[name]}")
+    _refuse_own(overrides, "after --")
     return [*_REFERENCE_WORKLOAD.split(), *RECOMPUTE[recompute], "--train-iters", str(iterations), *overrides]
 
 
-def system_flags(name: str) -> tuple[str, ...]:
-    """What the system adds. `oases-without-A+B` is the oases schedule without its ideas A and B (`--oases-ablate A,B`)."""
-    if name.startswith(_WITHOUT):
-        return (*SYSTEMS["oases"], "--oases-ablate", name.removeprefix(_WITHOUT).replace("+", ","))
+def system_flags(system: str) -> tuple[str, ...]:
+    """What the system adds: `oases`, say, or, with flags of its own, `oases --oases-sub-batches 3`."""
+    name, *flags = shlex.split(system) or [""]
     if name not in SYSTEMS:
-        raise UsageError(f"--systems {name}: there are {', '.join(SYSTEMS)} and {_WITHOUT}IDEA[+IDEA]")
-    return SYSTEMS[name]
+        raise UsageError(f"--systems {name}: there are {', '.join(SYSTEMS)}")
+    _refuse_own(flags, f"in --systems '{system}'")
+    return (*SYSTEMS[name], *flags)
+
+
+def _refuse_own(flags: Sequence[str], where: str) -> None:
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name in _OWN_FLAGS:
+            raise UsageError(f"{name} {where}: compare sets it itself, from {_OWN_FLAGS[name]}")
 
 
 def world_size(flags: Sequence[str]) -> int:

@@ -64,7 +64,7 @@ def attach_schedule(
             model,
             collectives,
             along_sequence=along_sequence,
-            recomputes_row_parallel=Idea.RECOMPUTE_WITHOUT_GEMM in without,
+            without=without,
         ),
         sub_batches=sub_batches,
         along_sequence=along_sequence,

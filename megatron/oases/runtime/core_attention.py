@@ -1,7 +1,7 @@
-"""Core attention by `torch.nn.functional.scaled_dot_product_attention`, for vanilla and scheduled runs alike.
+"""Core attention by other means than Megatron's own, for vanilla and scheduled runs alike.
 
 Megatron's own core attention without TransformerEngine writes the scores `[b, heads, s, s]` to memory and keeps them for
-backward. torch's function picks a kernel that does not.
+backward. `torch.nn.functional.scaled_dot_product_attention` picks a kernel that does not, and so does Transformer Engine.
 """
 
 from contextlib import nullcontext
@@ -82,9 +82,18 @@ class SdpaCoreAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
-def use_sdpa(spec: ModuleSpec) -> ModuleSpec:
-    """The layer specification with torch's function as core attention."""
-    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+def with_core_attention(spec: ModuleSpec, name: str) -> ModuleSpec:
+    """The layer specification with another core attention.
+
+    Args:
+        spec: of a layer made of Megatron's local modules.
+        name: `sdpa`, or `te` for Transformer Engine's.
+    """
+    if name == "sdpa":
+        module = SdpaCoreAttention
+    else:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention as module
+    spec.submodules.self_attention.submodules.core_attention = module
     return spec
 
 

@@ -18,13 +18,13 @@ from megatron.oases.runtime.chunks import ChunkedAttention
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Head
 from megatron.oases.runtime.linear import LinearScheduling
-from megatron.oases.schedule import Part, Role
+from megatron.oases.schedule import Idea, Part, build_chain
 
 _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
 def cut(
-    model: GPTModel, collectives: Collectives, *, along_sequence: bool, recomputes_row_parallel: bool
+    model: GPTModel, collectives: Collectives, *, along_sequence: bool, without: frozenset[Idea]
 ) -> list[Embedding | Block | Head]:
     """The parts of a GPT or of its pipeline stage. The model keeps its modules, parameters and names.
 
@@ -32,16 +32,20 @@ def cut(
         model: the GPT or stage.
         collectives: those of the tensor-parallel group.
         along_sequence: whether sub-batches are cut along the sequence.
-        recomputes_row_parallel: whether recomputation runs the row-parallel GEMMs too.
+        without: ideas of the schedule to leave out.
 
     Raises:
         UsageError: the model has something that a schedule cannot run.
     """
+    chain = _chain(model, keeps_last_layer=Idea.KEEP_LAST_LAYER not in without)
+    blocks = [part for part in chain if part.is_block]
     parts: list[Embedding | Block | Head] = [_embedding(model, collectives)] if model.pre_process else []
-    layers = _layer_parts(model.config, len(model.decoder.layers))
-    for layer, layer_parts in zip(model.decoder.layers, layers, strict=True):
+    for layer, layer_parts in zip(model.decoder.layers, zip(blocks[::2], blocks[1::2], strict=True), strict=True):
         parts += _cut_layer(
-            layer, layer_parts, along_sequence=along_sequence, recomputes_row_parallel=recomputes_row_parallel
+            layer,
+            layer_parts,
+            along_sequence=along_sequence,
+            recomputes_row_parallel=Idea.RECOMPUTE_WITHOUT_GEMM in without,
         )
     if model.post_process:
         parts.append(_head(model))
@@ -100,25 +104,24 @@ def _cut_layer(
     return attention, mlp
 
 
-def _layer_parts(config: TransformerConfig, num_layers: int) -> list[tuple[Part, Part]]:
-    """The attention and the MLP of each layer, recomputed where Megatron's flags ask to recompute all of it."""
-
-    def layer(*, attention: bool, mlp: bool) -> tuple[Part, Part]:
-        return Part(Role.ATTENTION, attention), Part(Role.MLP, mlp)
-
-    kept, recomputed = layer(attention=False, mlp=False), layer(attention=True, mlp=True)
+def _chain(model: GPTModel, *, keeps_last_layer: bool) -> tuple[Part, ...]:
+    """Which blocks Megatron's flags ask to recompute."""
+    config, layers = model.config, len(model.decoder.layers)
     match config.recompute_granularity:
-        case None:
-            return [kept] * num_layers
-        case "selective":
-            return [layer(attention=False, mlp="mlp" in config.recompute_modules)] * num_layers
-        case "full" if config.recompute_method == "block":
-            count = min(config.recompute_num_layers, num_layers)
-            return [recomputed] * count + [kept] * (num_layers - count)
+        case None | "selective":
+            recomputed = 0
         case "full":
-            return [recomputed] * num_layers
+            recomputed = layers if config.recompute_method == "uniform" else min(config.recompute_num_layers, layers)
         case other:
             raise UsageError(f"--recompute-granularity {other}: the oases schedule knows full and selective")
+    return build_chain(
+        layers=layers,
+        recomputed_layers=recomputed,
+        recomputes_mlps=config.recompute_granularity == "selective" and "mlp" in config.recompute_modules,
+        embedding=model.pre_process,
+        head=model.post_process,
+        keeps_last_layer=keeps_last_layer,
+    )
 
 
 def _block(layer: TransformerLayer, *, bias_dropout_add, linears, **block_arguments) -> Block:

@@ -10,6 +10,7 @@ class Idea(Enum):
     COLLECTIVE_FIRST = "wgrad"
     FILLER = "filler"
     ENDS = "ends"
+    KEEP_LAST_LAYER = "last"
     INTERLEAVE = "interleave"
 
 
@@ -18,5 +19,6 @@ MEANING = {
     Idea.COLLECTIVE_FIRST: "a gradient's collective starts before the weight gradients of its block",
     Idea.FILLER: "waits are filled with weight gradients and with recomputation ahead of its turn",
     Idea.ENDS: "embedding and head overlap with the blocks next to them",
+    Idea.KEEP_LAST_LAYER: "the layer below the head is not recomputed, since backward begins with it",
     Idea.INTERLEAVE: "the backward pass of a micro-batch runs together with the next one's forward pass",
 }

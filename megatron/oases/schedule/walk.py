@@ -8,7 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.oases.schedule.ablation import Idea
 from megatron.oases.schedule.operation import AWAITS, Kind, Operation
+
+# Four layers' worth of weight gradients, and two layers' recomputation, of one sub-batch. More would hold more memory, and
+# waits are shorter than that.
+_MAX_POSTPONED_WGRADS = 8
+_MAX_RECOMPUTES_AHEAD = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +28,24 @@ class Filler:
 
     max_postponed_wgrads: int = 0
     max_recomputes_ahead: int = 0
+
+    @classmethod
+    def allowed(
+        cls, *, host_sees_completion: bool, overlap_grad_reduce: bool, without: frozenset[Idea] = frozenset()
+    ) -> "Filler":
+        """What may fill waits in a run.
+
+        Args:
+            host_sees_completion: whether the host can tell that a collective has ended.
+            overlap_grad_reduce: whether data parallelism reduces gradients as they become ready, in one order everywhere.
+            without: ideas of the schedule that are left out.
+        """
+        fills = host_sees_completion and Idea.FILLER not in without
+        postpones = fills and not overlap_grad_reduce and Idea.COLLECTIVE_FIRST not in without
+        return cls(
+            max_postponed_wgrads=_MAX_POSTPONED_WGRADS if postpones else 0,
+            max_recomputes_ahead=_MAX_RECOMPUTES_AHEAD if fills else 0,
+        )
 
     @property
     def is_empty(self) -> bool:
