@@ -1,5 +1,6 @@
 """Runs tools/emulate_cluster.py for real: links, exit codes, and that nothing is left however a run ends."""
 
+import ast
 import json
 import os
 import re
@@ -98,6 +99,14 @@ def test_each_rank_has_a_namespace_an_address_and_torchruns_variables():
     assert len({line[5] for line in lines} | {os.readlink("/proc/self/ns/net")}) == 5
     assert [line[6] for line in lines] == ["10.0.1.1/16", "10.0.1.2/16", "10.0.2.1/16", "10.0.2.2/16"]
     assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout == host
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two servers")
+def test_servers_run_on_cores_of_their_own():
+    code, out, err = run([sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"])
+    assert code == 0, err
+    first, second = (ast.literal_eval(line) for line in out.splitlines())
+    assert first and second and not first & second
 
 
 def measured(pairs: str, *flags: str, megabytes: float, **options) -> list[dict]:

@@ -53,6 +53,18 @@ def test_an_impossible_cluster_names_the_flag(changes, flag):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("servers", "cores", "expected"),
+    [
+        (2, {0, 1}, [{0}, {1}]),
+        (2, {0, 2, 4, 6, 7}, [{0, 2}, {4, 6}]),
+        (3, {0, 1}, [{0, 1}] * 3),  # too few to have any of one's own
+    ],
+)
+def test_servers_have_cores_of_their_own(servers, cores, expected):
+    assert [cluster(servers=servers).cores_of(server, cores) for server in range(servers)] == expected
+
+
 def test_device_speeds_must_fit_on_the_cores():
     cluster(device_speed=0.5).check_fits(cores=2)
     with pytest.raises(UsageError, match=r"0.6 x 4 ranks = 2.4 cores, but this machine has 2; use at most 0.5"):

@@ -1,7 +1,7 @@
 """The cluster to emulate: how many servers and devices, how fast their links are, and which rank sits where."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.oases.errors import UsageError
@@ -65,6 +65,12 @@ class Cluster:
             for server in range(self.servers)
             for local_rank in range(self.devices_per_server)
         ]
+
+    def cores_of(self, server: int, cores: Iterable[int]) -> frozenset[int]:
+        """Those of the machine's cores that are a server's own; all of them where there are fewer than servers."""
+        cores = sorted(cores)
+        own = len(cores) // self.servers
+        return frozenset(cores[server * own : (server + 1) * own] or cores)
 
     def check_fits(self, cores: int) -> None:
         """Refuses device speeds that the machine's cores cannot give to all ranks at once."""

@@ -73,7 +73,7 @@ def start_rank(
     environment: dict[str, str],
     *,
     prefix_output: bool,
-    before_exec: Callable[[], None] | None,
+    before_exec: Callable[[], None],
 ) -> Rank:
     """Starts a rank in a session of its own. Its output passes through as it is, or line by line with its number.
 

@@ -1,6 +1,5 @@
 """One emulated run from its first namespace to its exit code."""
 
-import functools
 import os
 import secrets
 import shutil
@@ -9,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.oases.emulation.cleanup import Watchdog
-from megatron.oases.emulation.cluster import Cluster, rank_environment
+from megatron.oases.emulation.cluster import Cluster, Device, rank_environment
 from megatron.oases.emulation.cpu_quota import CpuController, CpuQuotas
 from megatron.oases.emulation.network import Network, check_tools, emulated_network
 from megatron.oases.emulation.ranks import Rank, signals_as_bytes, start_rank, wait_for_ranks
@@ -35,7 +34,7 @@ def run_emulated(cluster: Cluster, command: list[str], *, prefix_output: bool = 
         stack.callback(Watchdog(network.descriptors, cgroups).close)
         if quotas:
             quotas.create()
-        _start_ranks(ranks, cluster, network, quotas, command, cores, prefix_output=prefix_output)
+        _start_ranks(ranks, cluster, network, quotas, command, prefix_output=prefix_output)
         on_tick = quotas.release_communication_threads if quotas else lambda: None
         return wait_for_ranks(ranks, stop_signals, on_tick=on_tick, say=_say)
 
@@ -54,16 +53,22 @@ def _start_ranks(
     network: Network,
     quotas: CpuQuotas | None,
     command: list[str],
-    cores: int,
     *,
     prefix_output: bool,
 ) -> None:
+    cores = os.sched_getaffinity(0)
     for device, namespace in zip(cluster.devices, network.devices, strict=True):
-        environment = rank_environment(cluster, device, os.environ, cores)
-        enter_quota = functools.partial(quotas.enter, device.rank) if quotas else None
+        environment = rank_environment(cluster, device, os.environ, len(cores))
+
+        def take_place(device: Device = device) -> None:
+            # Threads of one server cannot run on another's cores.
+            os.sched_setaffinity(0, cluster.cores_of(device.server, cores))
+            if quotas:
+                quotas.enter(device.rank)
+
         try:
             with namespace.entered():
-                rank = start_rank(device, command, environment, prefix_output=prefix_output, before_exec=enter_quota)
+                rank = start_rank(device, command, environment, prefix_output=prefix_output, before_exec=take_place)
         except OSError as error:
             raise UsageError(f"cannot run {command[0]}: {error.strerror}") from None
         ranks.append(rank)
