@@ -102,6 +102,7 @@ class Workload:
         gradient_bytes: of a parameter in Megatron's gradient buffer.
         hidden_dropout: whether there is any between blocks.
         attention_dropout: whether there is any on attention's scores.
+        unfused: whether RMSNorm and gated activations are computed in pieces that each keep something, as on the CPU.
     """
 
     model: ModelShape
@@ -121,6 +122,7 @@ class Workload:
     gradient_bytes: int = 4
     hidden_dropout: bool = False
     attention_dropout: bool = False
+    unfused: bool = False
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,135 @@
+"""Frozen dataclasses from JSON and back, with every key, type and number checked.
+
+A file that was written by hand, by another version or with other units must not pass as the one that is meant. So
+nothing is converted and nothing is filled in, and the message names the file and the key.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.oases.errors import UsageError
+
+T = TypeVar("T")
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def from_json(kind: type[T], value: Any, where: str) -> T:
+    """The object of type `kind` that `value`, as `json` reads it, describes.
+
+    Args:
+        kind: a dataclass, an enum (by value), int, float, bool, str, a tuple of one type, or one of these or None.
+        value: what stands in the file.
+        where: the file, and the key in it, for the message.
+
+    Raises:
+        UsageError: a key is missing or unknown, or a value has another type, is not finite, or is refused by the
+            dataclass.
+    """
+    origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (kind,) = (option for option in typing.get_args(kind) if option is not type(None))
+        return from_json(kind, value, where)
+    if origin is tuple:
+        _require(isinstance(value, list), f"{where} must be a list, not {_shown(value)}")
+        element = typing.get_args(kind)[0]
+        return tuple(from_json(element, entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, value, where)
+    if issubclass(kind, Enum):
+        known = [member.value for member in kind]
+        _require(value in known, f"{where} is {_shown(value)}, must be one of {', '.join(known)}")
+        return kind(value)
+    is_right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    _require(is_right, f"{where} must be {_NAMES[kind]}, not {_shown(value)}")
+    _require(kind is not float or math.isfinite(value), f"{where} is {value}, which is not finite")
+    return float(value) if kind is float else value
+
+
+def _record(kind: type[T], value: Any, where: str) -> T:
+    _require(isinstance(value, dict), f"{where} must be an object, not {_shown(value)}")
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in names:
+        _require(name in value, f"{where}: {name} is missing")
+    for name in value:
+        _require(name in names, f"{where}: {name} is unknown; there are {', '.join(names)}")
+    fields = {name: from_json(hints[name], value[name], f"{where}: {name}") for name in names}
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def to_json(value: Any) -> Any:
+    """What `json` writes so that `from_json` reads it back."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [to_json(entry) for entry in value]
+    return value
+
+
+def read_json_object(path: Path, *, version: int) -> dict:
+    """Reads a JSON object and checks its version. Raises `UsageError`."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold a JSON object")
+    if data.get("version") != version:
+        raise UsageError(f"{path}: version is {data.get('version')!r}; this tool reads version {version}")
+    return data
+
+
+def write_json_object(path: Path, data: dict) -> None:
+    """Replaces the file in one step: who reads it meanwhile sees the old or the new one, whole.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror}", every_rank=False) from None
+
+
+def first_difference(ours: object, theirs: object, *, but: tuple[str, ...] = ()) -> str | None:
+    """`name is A, here B` of the first field in which two records of the same type differ, or None.
+
+    Args:
+        ours: what a file says.
+        theirs: what is wanted here.
+        but: fields that may differ.
+    """
+    for field in dataclasses.fields(ours):
+        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name not in but and mine != other:
+            return f"{field.name} is {mine}, here {other}"
+    return None
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise UsageError(message)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,318 @@
+"""Runs a schedule's lists on costs instead of tensors: same lists, same walk, a clock in the place of a device.
+
+One list (a forward pass, a backward pass, or one of each together) is simulated at a time. All tensor-parallel
+collectives of a list are waited for within it, so what comes before has no influence on how long it takes.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.oases.cost.clock import Clock, Lane, Transfer
+from megatron.oases.cost.memory import ActivationMemory
+from megatron.oases.cost.model import Collective, CostModel
+from megatron.oases.cost.workload import Workload
+from megatron.oases.schedule import AWAITS, Filler, Kind, Layout, Operation, Role, walk
+
+# Megatron's cross-entropy over a vocabulary that is spread over ranks: maximum, the target's logit, sum.
+_LOSS_ALL_REDUCES = 3
+_FP32_BYTES = 4
+
+# What an operation costs where the cost model knows no such kind by itself.
+_COSTS_LIKE = {Kind.REJOIN: Kind.JOIN}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took from `start_ms` to `end_ms`, on one lane of one pipeline stage."""
+
+    lane: str  # compute, communication, data, pipeline
+    name: str
+    start_ms: float
+    end_ms: float
+    stage: int = 0
+    micro_batch: int = 0
+    operation: Operation | None = None
+    role: Role | None = None
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassResult:
+    """One list, from its start at 0.
+
+    Args:
+        elapsed_ms: until the compute lane is through.
+        compute_ms: of its computation, alone.
+        communication_ms: of its tensor-parallel collectives, alone.
+        data_ms: of its data-parallel collectives, alone.
+        data_left_ms: what is left of these when the compute lane is through.
+        after_bytes: what it leaves allocated, less what it has freed.
+        peak_bytes: the most that was allocated beyond what was there at its start.
+        spans: where they were recorded, with micro-batches 0 and 1 as the list has them.
+        memory: (time, bytes beyond those at the start), where it was recorded.
+    """
+
+    elapsed_ms: float
+    compute_ms: float
+    communication_ms: float
+    data_ms: float
+    data_left_ms: float
+    after_bytes: int
+    peak_bytes: int
+    spans: tuple[Span, ...] = ()
+    memory: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def exposed_ms(self) -> float:
+        """What it takes longer than its computation alone: waits, and slow-down by what is in flight."""
+        return self.elapsed_ms - self.compute_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Data-parallel collectives that run beside a list.
+
+    Args:
+        arriving: (places, ms): gathers of parameters, in order; these parts' first operation waits for it.
+        leaving: (places, ms): reductions of gradients, in order; each starts once all weight gradients of these parts
+            have been computed.
+    """
+
+    arriving: tuple[tuple[frozenset[int], float], ...] = ()
+    leaving: tuple[tuple[frozenset[int], float], ...] = ()
+
+
+def collective_of(kind: Kind, role: Role, workload: Workload) -> Collective:
+    """What a communicating operation asks of the tensor-parallel group."""
+    if kind in (Kind.GATHER, Kind.REGATHER, Kind.GATHER_GRAD, Kind.GATHER_INPUT):
+        return Collective.ALL_GATHER
+    # Learned positions are added to whole sequences, so Megatron reduces the embedding's output before it scatters it.
+    whole = role is Role.EMBEDDING and workload.model.learned_positions
+    return Collective.REDUCE_SCATTER if workload.sequence_parallel and not whole else Collective.ALL_REDUCE
+
+
+class StageSimulator:
+    """Simulates the lists of one pipeline stage.
+
+    Args:
+        cost: times of single operations.
+        workload: what is trained.
+        layout: what the stage's schedule is made for.
+        sizes: samples of each sub-batch.
+        filler: what may fill waits.
+        record: whether spans and memory over time are wanted.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        workload: Workload,
+        layout: Layout,
+        sizes: tuple[int, ...],
+        filler: Filler,
+        *,
+        record: bool,
+    ):
+        self.cost = cost
+        self.workload = workload
+        self.chain = layout.chain
+        self.filler = filler
+        self.record = record
+        self._layout = layout
+        self._sizes = sizes
+        self._memory = ActivationMemory(workload, layout, sizes)
+        self._known: dict[tuple, tuple[float, int, int]] = {}
+
+    def run(self, order: Sequence[Operation], data: DataParallel = DataParallel()) -> PassResult:
+        """Simulates one list."""
+        return _Run(self, data).run(order)
+
+    def cost_of(self, operation: Operation) -> tuple[float, int, int]:
+        """(ms alone, bytes at most while it runs, bytes afterwards): looked up once for all layers that are alike."""
+        # The ends of the chain hand over to other stages, so they are not like the parts between them.
+        place, last = operation.place, len(self.chain) - 1
+        end = place if place in (0, last) else None
+        part = self.chain[place]
+        key = (operation.kind, part.role, part.recomputed, self._sizes[operation.sub_batch], end)
+        known = self._known.get(key)
+        if known is None:
+            ms = self._transfer_ms(operation) if operation.kind.is_communication else self._compute_ms(operation)
+            effect = self._memory.effect(operation)
+            known = self._known[key] = (ms, max(effect.during_bytes, effect.after_bytes), effect.after_bytes)
+        return known
+
+    def transfer_bytes(self, sub_batch: int) -> int:
+        """Of a whole tensor [s, b, h] of one sub-batch."""
+        return self.workload.hidden_bytes(self._sizes[sub_batch])
+
+    def inside_ms(self, operation: Operation) -> tuple[float, ...]:
+        """The collectives that an operation starts and waits for by itself: (ms alone) of each, in order."""
+        role, group = self.chain[operation.place].role, self.workload.tensor_group
+        if operation.kind is Kind.LOSS:
+            size_bytes = self.workload.model.sequence * self.workload.micro_batch * _FP32_BYTES
+            return (self.cost.collective_ms(Collective.ALL_REDUCE, group, size_bytes),) * _LOSS_ALL_REDUCES
+        if role is Role.EMBEDDING and operation.kind is Kind.WGRAD and self.workload.sequence_parallel:
+            return tuple(
+                self.cost.collective_ms(Collective.ALL_GATHER, group, self.transfer_bytes(i))
+                for i in range(len(self._sizes))
+            )
+        return ()
+
+    def _compute_ms(self, operation: Operation) -> float:
+        role, kind = self.chain[operation.place].role, operation.kind
+        joint = kind in (Kind.LOSS, Kind.LOSS_GRAD) or (kind is Kind.WGRAD and role is Role.EMBEDDING)
+        samples = self.workload.micro_batch if joint else self._sizes[operation.sub_batch]
+        if kind is Kind.RECOMPUTE and self._layout.recomputes_row_parallel:
+            kind = Kind.FORWARD
+        kind = _COSTS_LIKE.get(kind, kind)
+        return self.cost.compute_ms(kind, role, degree=self.workload.tensor, samples=samples)
+
+    def _transfer_ms(self, operation: Operation) -> float:
+        collective = collective_of(operation.kind, self.chain[operation.place].role, self.workload)
+        return self.cost.collective_ms(
+            collective, self.workload.tensor_group, self.transfer_bytes(operation.sub_batch)
+        )
+
+
+class _Run:
+    """One list on its way through the clock."""
+
+    def __init__(self, stage: StageSimulator, data: DataParallel):
+        workload = stage.workload
+        self._stage = stage
+        self._lane = Lane(stage.cost.contention(workload.tensor_group)) if workload.tensor > 1 else None
+        has_data = bool(data.arriving or data.leaving)
+        self._data_lane = Lane(stage.cost.contention(workload.data_group)) if has_data else None
+        self._clock = Clock(lane for lane in (self._lane, self._data_lane) if lane is not None)
+        self._transfers: dict[Operation, Transfer] = {}
+        self._notes: list[tuple[Transfer, str, str, Operation | None]] = []  # transfer, lane, name, operation
+        self._arriving = self._gathered(data)
+        self._leaving = list(data.leaving)
+        self._compute_ms = 0.0
+        self._allocated = self._peak = 0
+        self._spans: list[Span] = []
+        self._memory: list[tuple[float, int]] = []
+
+    def run(self, order: Sequence[Operation]) -> PassResult:
+        outstanding = Counter(op.place for op in order if _ends_gradient(op)) if self._leaving else Counter()
+        for operation in walk(order, self._stage.filler, may_move=self._may_move, has_ended=self._has_ended):
+            if operation.kind.is_communication:
+                self._communicate(operation)
+            else:
+                self._compute(operation)
+            if self._leaving and _ends_gradient(operation):
+                outstanding[operation.place] -= 1
+                self._reduce_ready(outstanding)
+        elapsed_ms = self._clock.now_ms
+        data_ms = data_left_ms = 0.0
+        if self._data_lane is not None:
+            assert not self._leaving, "gradients that no list computes"
+            self._clock.drain(self._data_lane)
+            data_ms, data_left_ms = self._data_lane.busy_ms, self._clock.now_ms - elapsed_ms
+        return PassResult(
+            elapsed_ms=elapsed_ms,
+            compute_ms=self._compute_ms,
+            communication_ms=self._lane.busy_ms if self._lane is not None else 0.0,
+            data_ms=data_ms,
+            data_left_ms=data_left_ms,
+            after_bytes=self._allocated,
+            peak_bytes=self._peak,
+            spans=tuple(self._spans) + tuple(self._noted_spans()),
+            memory=tuple(self._memory),
+        )
+
+    def _may_move(self, operation: Operation) -> bool:
+        return not operation.kind.is_weight_gradient or self._stage.chain[operation.place].is_block
+
+    def _has_ended(self, collective: Operation) -> bool:
+        return self._lane is None or self._transfers[collective].end_ms is not None
+
+    def _communicate(self, operation: Operation) -> None:
+        ms, during_bytes, after_bytes = self._stage.cost_of(operation)
+        self._account(during_bytes, after_bytes)
+        if self._lane is not None:
+            transfer = self._transfers[operation] = self._clock.start(self._lane, ms)
+            if self._stage.record:
+                self._notes.append((transfer, "communication", str(operation), operation))
+
+    def _compute(self, operation: Operation) -> None:
+        ms, during_bytes, after_bytes = self._stage.cost_of(operation)
+        clock, kind = self._clock, operation.kind
+        awaited = AWAITS.get(kind)
+        if awaited is not None and self._lane is not None:
+            started = Operation(awaited, operation.place, operation.sub_batch, operation.micro_batch)
+            transfer = self._transfers.get(started)
+            if transfer is not None and transfer.end_ms is None:
+                clock.wait(transfer)
+        if self._arriving and kind in (Kind.FORWARD, Kind.NORM):
+            clock.wait(self._arriving[operation.place])
+        start_ms = clock.now_ms
+        # The embedding's gradient is gathered before it is used; the loss has its collectives between its sums.
+        if kind is Kind.WGRAD and self._lane is not None:
+            self._communicate_inside(operation)
+            start_ms = clock.now_ms
+        clock.compute(ms)
+        self._compute_ms += ms
+        if self._stage.record:
+            part = self._stage.chain[operation.place]
+            span = Span("compute", str(operation), start_ms, clock.now_ms, operation=operation, role=part.role)
+            self._spans.append(span)
+        if kind is Kind.LOSS and self._lane is not None:
+            self._communicate_inside(operation)
+        self._account(during_bytes, after_bytes)
+
+    def _communicate_inside(self, operation: Operation) -> None:
+        for ms in self._stage.inside_ms(operation):
+            transfer = self._clock.start(self._lane, ms)
+            self._notes.append((transfer, "communication", f"{operation} inside", operation))
+            self._clock.wait(transfer)
+
+    def _account(self, during_bytes: int, after_bytes: int) -> None:
+        peak = self._allocated + during_bytes
+        if peak > self._peak:
+            self._peak = peak
+        self._allocated += after_bytes
+        if self._stage.record:
+            self._memory.append((self._clock.now_ms, peak))
+            self._memory.append((self._clock.now_ms, self._allocated))
+
+    def _gathered(self, data: DataParallel) -> dict[int, Transfer]:
+        arriving = {}
+        for places, ms in data.arriving:
+            transfer = self._clock.start(self._data_lane, ms)
+            self._notes.append((transfer, "data", "gather parameters", None))
+            arriving |= dict.fromkeys(places, transfer)
+        return arriving
+
+    def _reduce_ready(self, outstanding: Counter) -> None:
+        while self._leaving and not any(outstanding[place] for place in self._leaving[0][0]):
+            transfer = self._clock.start(self._data_lane, self._leaving.pop(0)[1])
+            self._notes.append((transfer, "data", "reduce gradients", None))
+
+    def _noted_spans(self) -> list[Span]:
+        if not self._stage.record:
+            return []
+        spans = []
+        for transfer, lane, name, operation in self._notes:
+            role = self._stage.chain[operation.place].role if operation is not None else None
+            size_bytes = None
+            if operation is not None and operation.kind.is_communication:
+                size_bytes = self._stage.transfer_bytes(operation.sub_batch)
+            spans.append(
+                Span(
+                    lane,
+                    name,
+                    transfer.start_ms,
+                    transfer.end_ms,
+                    operation=operation,
+                    role=role,
+                    size_bytes=size_bytes,
+                )
+            )
+        return spans
+
+
+def _ends_gradient(operation: Operation) -> bool:
+    """Whether a gradient of a parameter may be complete with it."""
+    return operation.kind.is_weight_gradient or operation.kind is Kind.NORM_GRAD

@@ -1,0 +1,61 @@
+"""Where costs come from: a cluster file or a profile, each as the command line names it."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.oases.cost.cluster_file import load_cluster
+from megatron.oases.cost.model import CostModel
+from megatron.oases.cost.profile import load_profile_cost
+from megatron.oases.cost.profile_file import read_profile
+from megatron.oases.cost.roofline import RooflineCost
+from megatron.oases.cost.system import System
+from megatron.oases.cost.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSource:
+    """Gives the cost model of a workload.
+
+    Args:
+        name: for titles.
+        backend: of the collectives: `gloo` between CPUs, `nccl` between GPUs.
+        cost: from the workload, Megatron's arguments for it, and who orders it.
+    """
+
+    name: str
+    backend: str
+    cost: Callable[[Workload, Namespace, System], CostModel]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Then the host also sees when a collective has ended."""
+        return self.backend == "gloo"
+
+    @staticmethod
+    def announcements(cost: CostModel) -> set[str]:
+        """What the user has to know of how sure the costs are: one line each."""
+        return set(getattr(cost, "announcements", ()))
+
+
+def cluster_source(name_or_file: str, *, backend: str) -> CostSource:
+    """A cluster file, or the name of a shipped one. Raises `UsageError`."""
+    cluster = load_cluster(name_or_file)
+
+    def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
+        dropout = workload.hidden_dropout or workload.attention_dropout
+        return RooflineCost(cluster, workload, dtype="fp16" if args.fp16 else None, dropout=dropout)
+
+    return CostSource(name=f"cluster {cluster.name}, {backend}", backend=backend, cost=cost)
+
+
+def profile_source(path: Path, *, backend: str | None) -> CostSource:
+    """A profile. `backend` None: the one that it was measured with. Raises `UsageError`."""
+    backend = backend or read_profile(path).fingerprint.software.backend
+
+    def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
+        measured = load_profile_cost(path, workload)
+        return measured.for_megatron() if system.is_vanilla else measured
+
+    return CostSource(name=f"profile {path}", backend=backend, cost=cost)

@@ -1,0 +1,104 @@
+"""tools/oases_simulator.py: its command line, and predictions for Megatron's flags."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.oases.report.validation import WORKLOADS, Case, Compared, Validation, cases
+from tools import oases_simulator
+
+TOOL = Path(oases_simulator.__file__)
+
+
+@pytest.mark.parametrize(
+    "argv, part",
+    [
+        ([], "one of the arguments --cluster --profile --validate is required"),
+        (["--cluster", "emulated", "--profile", "a.json"], "not allowed with argument"),
+        (["--cluster", "no-such-cluster"], "no-such-cluster"),
+        (["--profile", "/no/such/profile.json"], "/no/such/profile.json"),
+        (["--cluster", "emulated", "--systems", "nonsense"], "nonsense"),
+        (["--cluster", "emulated", "--systems", "oases", "oases"], "twice"),
+        (["--cluster", "emulated", "--trace", "/no/such/x.json"], "--trace /no/such/x.json: there is no folder"),
+        (["--cluster", "emulated", "--png", "x.txt"], "--png x.txt"),
+        (["--cluster", "emulated", "--rounds", "3"], "--rounds has no meaning without --validate"),
+        (["--cluster", "emulated", "--world-size", "3"], "--world-size 3 is not a multiple of TP x PP = 2"),
+        (["--cluster", "emulated", "--", "--train-iters", "5"], "--train-iters after --"),
+        (["--validate", "--backend", "gloo"], "--backend has no meaning with --validate"),
+        (["--validate", "--workloads", "9"], "--workloads 9: there are 1 to 6"),
+        (["--validate", "--nic-gbps", "0"], "--nic-gbps 0"),
+        (["--validate", "--iterations", "2"], "--iterations 2"),
+        (["--validate", "--", "--num-layers", "2"], "has its own workloads"),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, argv, part):
+    def stop(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("megatron.oases.errors.os._exit", stop)
+    monkeypatch.setattr(sys, "argv", ["oases_simulator.py", *argv])
+    monkeypatch.setattr(oases_simulator.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        oases_simulator.main()
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.out) == (2, "")
+    assert len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("error: ")
+    assert part in captured.err
+
+
+def _tool(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, TOOL, *argv], capture_output=True, text=True, timeout=300)
+
+
+def test_a_prediction_with_every_output(tmp_path):
+    files = {flag: tmp_path / name for flag, name in (("--trace", "t.json"), ("--png", "t.png"), ("--json", "o.json"))}
+    outputs = [text for flag, path in files.items() for text in (flag, str(path))]
+    done = _tool("--cluster", "emulated", "--backend", "gloo", *outputs)
+    assert done.returncode == 0, done.stderr
+    systems = json.loads(files["--json"].read_text())["systems"]
+    assert list(systems) == ["megatron", "oases"]
+    assert 0 < systems["oases"]["iteration_ms"] < systems["megatron"]["iteration_ms"]
+    for name, system in systems.items():
+        (stage,) = system["stages"]
+        parts = ("compute", "exposed", "pipeline", "data_parallel", "optimizer", "overhead")
+        assert sum(stage[f"{part}_ms"] for part in parts) == pytest.approx(system["iteration_ms"])
+        assert f"{system['iteration_ms']:.1f}" in done.stdout and name in done.stdout
+    assert json.loads(files["--trace"].read_text())["traceEvents"]
+    assert files["--png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_not_simulated_is_refused():
+    done = _tool("--cluster", "emulated", "--systems", "oases", "--", "--oases-split", "sequence")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: --oases-split sequence is not simulated: costs are of whole samples"
+
+
+def _compared(case: Case, system: str, predicted_ms: float, measured_ms: float) -> Compared:
+    return Compared(case=case, system=system, predicted_ms=predicted_ms, measured_ms=measured_ms)
+
+
+def test_validation_counts_errors_and_orders():
+    first, second = cases([1, 2], [0.5])
+    validation = Validation(
+        compared=(
+            _compared(first, "megatron", 110.0, 100.0),
+            _compared(first, "oases", 72.0, 80.0),
+            _compared(second, "megatron", 90.0, 100.0),
+            _compared(second, "oases", 95.0, 95.0),
+        )
+    )
+    assert validation.median_error == pytest.approx(0.1)
+    assert validation.worst_error == pytest.approx(0.1)
+    assert validation.ranking_is_right(first) and not validation.ranking_is_right(second)
+    assert validation.right_rankings == (1, 2)
+
+
+def test_six_workloads_of_different_shape():
+    assert len(WORKLOADS) == 6 == len({workload.name for workload in WORKLOADS})
+    assert {workload.recompute for workload in WORKLOADS} == {"full", "none"}
+    paths = {case.profile_path(Path("x")) for case in cases(range(1, 7), (1.0, 0.5, 0.25))}
+    assert len(paths) == 18
