@@ -140,7 +140,10 @@ class Validation:
 
 def take_profile(case: Case, launcher: Launcher, path: Path, on_line: Callable[[str], None]) -> None:
     """Runs the profiler on the case's cluster. Raises `RunFailed`."""
-    tool = [str(REPOSITORY / "tools" / "oases_profiler.py"), "--output", str(path), "--", *case.workload.flags(1)]
+    # All ranks are one tensor-parallel group here, and no other degree is predicted.
+    degree = str(launcher.ranks)
+    tool = [str(REPOSITORY / "tools" / "oases_profiler.py"), "--output", str(path), "--degrees", degree]
+    tool += ["--", *case.workload.flags(1)]
     process = subprocess.run(
         launcher.command(tool),
         env=launcher.environment,
