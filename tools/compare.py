@@ -30,7 +30,7 @@ from megatron.oases.report.machine import describe_machine  # noqa: E402
 from megatron.oases.report.progress import runs_progress  # noqa: E402
 from megatron.oases.report.runs import REPOSITORY, Launcher, Run, RunFailed, run_name, run_once  # noqa: E402
 from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, shared_flags, system_flags, world_size  # noqa: E402
-from megatron.oases.report.tables import bound_table, comparison_table  # noqa: E402
+from megatron.oases.report.tables import bound_table, comparison_table, output_console  # noqa: E402
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -136,7 +136,7 @@ def main() -> int:
         return 128 + signal.SIGINT
     network = "torchrun on this machine" if arguments.nic_gbps is None else f"NIC {arguments.nic_gbps:g} Gbit/s"
     title = f"{ranks} ranks, {network}, recomputation {arguments.recompute}"
-    console = Console()
+    console = output_console()
     console.print(comparison_table(comparison, title=title))
     if arguments.bound:
         console.print(bound_table(comparison))

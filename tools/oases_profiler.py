@@ -83,6 +83,7 @@ def profile(arguments: argparse.Namespace, flags: list[str], device: str) -> Non
     from megatron.oases.measure.profiler import take_profile
     from megatron.oases.measure.setup import initialize
     from megatron.oases.measure.summary import collectives_table, operations_table, remarks
+    from megatron.oases.report.tables import output_console
 
     args, config = initialize(flags, device)
     taken = take_profile(
@@ -96,7 +97,7 @@ def profile(arguments: argparse.Namespace, flags: list[str], device: str) -> Non
         console=Console(stderr=True),
     )
     if dist.get_rank() == 0:
-        console = Console()
+        console = output_console()
         console.print(operations_table(taken))
         console.print(collectives_table(taken))
         for line in remarks(taken):

@@ -30,6 +30,7 @@ from megatron.oases.report.predictions import memory_table, predictions_table, t
 from megatron.oases.report.progress import runs_progress  # noqa: E402
 from megatron.oases.report.runs import REPOSITORY, RunFailed  # noqa: E402
 from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, shared_flags, system_flags, world_size  # noqa: E402
+from megatron.oases.report.tables import output_console  # noqa: E402
 from megatron.oases.report.trace import chrome_trace  # noqa: E402
 from megatron.oases.report.validation import (  # noqa: E402
     WORKLOADS,
@@ -42,7 +43,6 @@ from megatron.oases.report.validation import (  # noqa: E402
 )
 
 _PICTURES = (".png", ".svg", ".pdf")
-_WIDTH_IN_FILES = 120
 # Of one or the other use of the tool only.
 _PREDICTING = ("world_size", "recompute", "backend", "trace", "png")
 _VALIDATING = ("nic_gbps", "workloads", "rounds", "iterations", "folder")
@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         nargs="+",
         default=list(SYSTEMS),
         metavar="SYSTEM",
-        help=f"as in tools/compare.py: oases-without-IDEA[+IDEA] too (default: {' '.join(SYSTEMS)})",
+        help=f"as in tools/compare.py; quoted, with flags of their own (default: {' '.join(SYSTEMS)})",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="devices (default: TP x PP, that is DP 1)")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="activation recomputation (default full)")
@@ -157,17 +157,11 @@ def run_prediction(arguments: Namespace, flags: Sequence[str]) -> None:
         record=arguments.trace is not None or arguments.png is not None,
         announce=lambda line: print(f"note: {line}", file=sys.stderr),
     )
-    console = _console()
+    console = output_console()
     console.print(predictions_table(predictions, title=f"{ranks} devices, predicted from {source.name}"))
     console.print(times_table(predictions))
     console.print(memory_table(predictions))
     _write(arguments, predictions)
-
-
-def _console() -> Console:
-    """Of the terminal's width; in a file, where nothing says how wide it may be, tables are not squeezed."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH_IN_FILES)
 
 
 def _write(arguments: Namespace, predictions: Mapping[str, Prediction]) -> None:
@@ -225,7 +219,7 @@ def run_validation(arguments: Namespace) -> None:
             compared += own
             progress.finish(case.name, ", ".join(f"{each.system} {each.error:+.1%}" for each in own))
     validation = Validation(compared=tuple(compared))
-    _console().print(validation_table(validation))
+    output_console().print(validation_table(validation))
     if arguments.json is not None:
         about = {"command": shlex.join(["python", *sys.argv]), "machine": describe_machine(REPOSITORY)}
         _write_json("--json", arguments.json, validation.to_json() | about)

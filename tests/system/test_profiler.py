@@ -87,7 +87,7 @@ def _check_complete(profile: Profile) -> None:
     contention = cost.contention(Group(2))
     assert 1 <= min(contention.compute, contention.communication) < math.inf
     assert cost.optimizer_ms(10**6) > 0
-    assert cost.iteration_overhead_ms() >= 0
+    assert cost.iteration_overhead_ms(1) >= 0
     assert {cell.kept for cell in profile.vanilla} == {False, True}
     assert all(cell.factor > 0 for cell in profile.vanilla)
     assert {(cell.degree, cell.kept) for cell in profile.memory} == {(1, False), (1, True), (2, False), (2, True)}

@@ -52,7 +52,7 @@ class TableCost:
     def optimizer_ms(self, parameters: int) -> float:
         return self.optimizer_ms_per_parameter * parameters
 
-    def iteration_overhead_ms(self) -> float:
+    def iteration_overhead_ms(self, micro_batches: int) -> float:
         return self.overhead_ms
 
     def contention(self, group: Group) -> Contention:

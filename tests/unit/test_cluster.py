@@ -241,5 +241,5 @@ def test_a_job_may_use_a_part_of_the_cluster_but_not_more():
     assert Topology(cluster(4, 1, nic=PLAIN), 2).collective_ms(Collective.ALL_REDUCE, Group(2), MEGABYTE) > 0
     with pytest.raises(ValueError, match="8 ranks on 4 devices"):
         Topology(cluster(4, 1, nic=PLAIN), 8)
-    with pytest.raises(ValueError, match="4 ranks do not divide into blocks of 3 x 1"):
+    with pytest.raises(ValueError, match="4 ranks are not groups of 3 ranks, 1 apart"):
         time_ms(cluster(4, 1, nic=PLAIN), Group(3))

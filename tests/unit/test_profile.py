@@ -180,7 +180,7 @@ def test_collectives_that_are_missing():
 def test_the_rest_of_an_iteration():
     cost = ProfileCost(profile())
     assert cost.optimizer_ms(2 * 10**6) == pytest.approx(1.0 + 10.0)
-    assert cost.iteration_overhead_ms() == 3.0 + 2 * 2.0
+    assert cost.iteration_overhead_ms(5) == 3.0 + 5 * 2.0
     assert cost.contention(GROUP) == Contention(compute=1.2, communication=1.1)
     assert cost.contention(Group(1)) == Contention()
     with pytest.raises(UsageError, match="contention of computation and 4 ranks, 1 apart: was not measured"):

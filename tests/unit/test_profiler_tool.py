@@ -11,7 +11,7 @@ from megatron.oases.cost.model import Group
 from megatron.oases.errors import UsageError
 from megatron.oases.measure.collectives import sizes_bytes
 from megatron.oases.measure.partial import Partial
-from megatron.oases.measure.ranks import Timing, ranks_of_groups
+from megatron.oases.measure.ranks import Timing
 from megatron.oases.measure.summary import collectives_table, operations_table, remarks
 from tests.unit.profiles import profile
 
@@ -90,10 +90,11 @@ def test_output_that_cannot_be(tmp_path):
 
 
 def test_groups_of_one_shape_hold_the_world():
-    assert ranks_of_groups(Group(2), 4) == [[0, 1], [2, 3]]
-    assert ranks_of_groups(Group(2, 2), 8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert Group(2).ranks(4) == [[0, 1], [2, 3]]
+    assert Group(2, 2).ranks(8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert Group(2, 4).ranks(6) == [[0, 4], [1, 5]], "first and last of three pipeline stages at TP 2"
     with pytest.raises(ValueError, match="6 ranks are not groups of 4 ranks, 1 apart"):
-        ranks_of_groups(Group(4), 6)
+        Group(4).ranks(6)
 
 
 def test_sizes_reach_twice_the_largest_activation():

@@ -120,7 +120,7 @@ class _Iteration:
         if self._ties_stages:
             reduced_ms[0] = reduced_ms[-1] = max(reduced_ms[0], reduced_ms[-1])
         together_ms = max(end_ms + tail.embedding for end_ms, tail in zip(reduced_ms, tails, strict=True))
-        overhead_ms = self._cost.iteration_overhead_ms()
+        overhead_ms = self._cost.iteration_overhead_ms(self._workload.micro_batches)
         iteration_ms = together_ms + max(tail.optimizer + tail.gather for tail in tails) + overhead_ms
         return Prediction(
             stages=tuple(

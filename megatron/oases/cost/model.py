@@ -21,8 +21,7 @@ class Collective(Enum):
 class Group:
     """A process group, by where its ranks lie: `size` of them, each `stride` ranks from the next.
 
-    All groups of the same shape, which together hold all ranks of the world, communicate at the same time, and so share
-    the links that they have in common.
+    All groups of the same shape communicate at the same time, and so share the links that they have in common.
     """
 
     size: int
@@ -31,6 +30,22 @@ class Group:
     def __post_init__(self) -> None:
         if self.size < 1 or self.stride < 1:
             raise ValueError(f"a group of {self.size} ranks, {self.stride} apart")
+
+    def ranks(self, world_size: int) -> list[list[int]]:
+        """The ranks of each group of this shape. Together they hold the whole world, unless there is room for one group
+        and not for two: as for those of the first and the last of three pipeline stages.
+
+        Raises:
+            ValueError: groups of this shape do not fit.
+        """
+        block, reach = self.size * self.stride, (self.size - 1) * self.stride
+        if world_size % block and not reach < world_size < block:
+            raise ValueError(f"{world_size} ranks are not groups of {self.size} ranks, {self.stride} apart")
+        return [
+            list(range(first, first + reach + 1, self.stride))
+            for start in range(0, world_size, block)
+            for first in range(start, min(start + self.stride, world_size - reach))
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +83,7 @@ class CostModel(Protocol):
     def optimizer_ms(self, parameters: int) -> float:
         """Clipping and one Adam step on the parameters that one device updates."""
 
-    def iteration_overhead_ms(self) -> float:
+    def iteration_overhead_ms(self, micro_batches: int) -> float:
         """What an iteration takes beside computation and collectives: data, logging, the loop itself."""
 
     def contention(self, group: Group) -> Contention:

@@ -78,9 +78,9 @@ class ProfileCost:
         optimizer = self.profile.optimizer
         return optimizer.fixed_ms + optimizer.ns_per_parameter * parameters * 1e-6
 
-    def iteration_overhead_ms(self) -> float:
+    def iteration_overhead_ms(self, micro_batches: int) -> float:
         overhead = self.profile.overhead
-        return overhead.fixed_ms + overhead.per_micro_batch_ms * self.profile.fingerprint.layout.micro_batches
+        return overhead.fixed_ms + overhead.per_micro_batch_ms * micro_batches
 
     def contention(self, group: Group) -> Contention:
         if group.size == 1:

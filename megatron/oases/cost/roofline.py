@@ -88,7 +88,7 @@ class RooflineCost:
         half_bytes = self._model.element_bytes if self._model.element_bytes < 4 else 0
         return self._kernels.traffic_ms(parameters * (4 * _OPTIMIZER_VALUES + half_bytes))
 
-    def iteration_overhead_ms(self) -> float:
+    def iteration_overhead_ms(self, micro_batches: int) -> float:
         return self._cluster.iteration_overhead_ms
 
     def contention(self, group: Group) -> Contention:

@@ -81,9 +81,6 @@ class Topology:
         return self._steps[collective, group]
 
     def _load(self, collective: Collective, group: Group) -> Step:
-        block = group.size * group.stride
-        if self._world_size % block:
-            raise ValueError(f"{self._world_size} ranks do not divide into blocks of {group.size} x {group.stride}")
         flows_over: Counter[_Lane] = Counter()
         for source, target in _flows(self._world_size, collective, group):
             flows_over.update(self._way(source, target))
@@ -110,7 +107,7 @@ class Topology:
 
 
 def _flows(world_size: int, collective: Collective, group: Group) -> Iterator[tuple[int, int]]:
-    for ranks in _groups(world_size, group):
+    for ranks in group.ranks(world_size):
         match collective:
             case Collective.ALL_TO_ALL:
                 yield from ((a, b) for a in ranks for b in ranks if a != b)
@@ -118,10 +115,3 @@ def _flows(world_size: int, collective: Collective, group: Group) -> Iterator[tu
                 yield from zip(ranks, ranks[1:])
             case _:  # a ring
                 yield from zip(ranks, ranks[1:] + ranks[:1])
-
-
-def _groups(world_size: int, group: Group) -> Iterator[list[int]]:
-    block = group.size * group.stride
-    for start in range(0, world_size, block):
-        for first in range(start, start + group.stride):
-            yield list(range(first, first + block, group.stride))

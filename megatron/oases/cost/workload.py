@@ -41,7 +41,7 @@ class ModelShape:
     def from_args(cls, args: Namespace) -> "ModelShape":
         """From Megatron's parsed and validated arguments."""
         half = args.fp16 or args.bf16
-        flash = args.transformer_impl != "local" or getattr(args, "oases_core_attention", "local") == "sdpa"
+        flash = args.transformer_impl != "local" or getattr(args, "oases_core_attention", "local") != "local"
         return cls(
             layers=args.num_layers,
             hidden_size=args.hidden_size,

@@ -51,23 +51,7 @@ def of_slowest_rank(times_ms: Sequence[float]) -> Timing:
     return max(gathered(Timing.of(times_ms)), key=lambda timing: timing.median_ms)
 
 
-def ranks_of_groups(shape: Group, world_size: int) -> list[list[int]]:
-    """The ranks of all groups of one shape, which together hold the whole world.
-
-    Raises:
-        ValueError: groups of that shape do not fill it.
-    """
-    block = shape.size * shape.stride
-    if world_size % block:
-        raise ValueError(f"{world_size} ranks are not groups of {shape.size} ranks, {shape.stride} apart")
-    return [
-        list(range(start + offset, start + block, shape.stride))
-        for start in range(0, world_size, block)
-        for offset in range(shape.stride)
-    ]
-
-
 def new_group(shape: Group) -> dist.ProcessGroup:
     """This rank's group of that shape; all ranks call it together."""
-    mine, _ = dist.new_subgroups_by_enumeration(ranks_of_groups(shape, dist.get_world_size()))
+    mine, _ = dist.new_subgroups_by_enumeration(shape.ranks(dist.get_world_size()))
     return mine

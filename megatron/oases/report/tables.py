@@ -1,13 +1,21 @@
 """How a comparison looks in a terminal."""
 
+from rich.console import Console
 from rich.table import Table
 
 from megatron.oases.report.comparison import WARM_UP_ITERATIONS, Comparison
 
+_WIDTH_IN_FILES = 150
 _BOUND_CAPTION = (
     "Compute only: without the tensor-parallel collectives. Communication only: these collectives alone. "
     "Bound: the slower of the two. Efficiency: bound / measured. Hidden: share of the communication."
 )
+
+
+def output_console() -> Console:
+    """Standard output; where that is no terminal, with a width of which the tables lose nothing."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_IN_FILES)
 
 
 def comparison_table(comparison: Comparison, *, title: str) -> Table:

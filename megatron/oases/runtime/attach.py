@@ -15,11 +15,6 @@ from megatron.oases.runtime.stage import ScheduledStage
 from megatron.oases.schedule import Filler, Idea
 from oases_patches import gpt_model, tensor_parallel_layers
 
-# Four layers' worth of weight gradients, and two layers' recomputation, of one sub-batch. More would hold more memory, and
-# waits are shorter than that.
-_MAX_POSTPONED_WGRADS = 16
-_MAX_RECOMPUTES_AHEAD = 4
-
 
 def attach_schedule(
     model: GPTModel,
@@ -56,22 +51,15 @@ def attach_schedule(
     """
     group = model.pg_collection.tp
     collectives = collectives or Collectives(group)
-    dynamic = collectives.host_sees_completion and Idea.FILLER not in without
-    postpones = dynamic and not overlap_grad_reduce and Idea.COLLECTIVE_FIRST not in without
-
     stage = ScheduledStage(
-        cut(
-            model,
-            collectives,
-            along_sequence=along_sequence,
-            without=without,
-        ),
+        cut(model, collectives, along_sequence=along_sequence, without=without),
         sub_batches=sub_batches,
         along_sequence=along_sequence,
         collectives=collectives,
-        filler=Filler(
-            max_postponed_wgrads=_MAX_POSTPONED_WGRADS if postpones else 0,
-            max_recomputes_ahead=_MAX_RECOMPUTES_AHEAD if dynamic else 0,
+        filler=Filler.allowed(
+            host_sees_completion=collectives.host_sees_completion,
+            overlap_grad_reduce=overlap_grad_reduce,
+            without=without,
         ),
         sequence_parallel=model.config.sequence_parallel,
         micro_batches=micro_batches,

@@ -13,7 +13,7 @@ from megatron.oases.schedule.operation import AWAITS, Kind, Operation
 
 # Four layers' worth of weight gradients, and two layers' recomputation, of one sub-batch. More would hold more memory, and
 # waits are shorter than that.
-_MAX_POSTPONED_WGRADS = 8
+_MAX_POSTPONED_WGRADS = 16
 _MAX_RECOMPUTES_AHEAD = 4
 
 
@@ -22,7 +22,8 @@ class Filler:
     """What may leave its place in the order, to fill the wait for a collective.
 
     Args:
-        max_postponed_wgrads: WGRADs and ROW_WGRADs that may wait for a gap; their inputs stay alive meanwhile. 0: run them in place.
+        max_postponed_wgrads: WGRADs and ROW_WGRADs that may wait for a gap; their inputs stay alive meanwhile. 0: run them
+            in place.
         max_recomputes_ahead: RECOMPUTEs that may run before their turn; their graphs stay alive meanwhile.
     """
 
