@@ -194,6 +194,7 @@ def run_validation(arguments: Namespace) -> None:
         cases(arguments.workloads or range(1, len(WORKLOADS) + 1), arguments.nic_gbps or (1.0, 0.5, 0.25))
     )
     cores, compared, parser = len(os.sched_getaffinity(0)), [], FlagParser(())
+    about = {"command": shlex.join(["python", *sys.argv]), "machine": describe_machine(REPOSITORY)}
     with runs_progress(Console(stderr=True), total=len(chosen)) as progress:
         for case in chosen:
             progress.start(case.name)
@@ -218,11 +219,10 @@ def run_validation(arguments: Namespace) -> None:
             ]
             compared += own
             progress.finish(case.name, ", ".join(f"{each.system} {each.error:+.1%}" for each in own))
-    validation = Validation(compared=tuple(compared))
+            validation = Validation(compared=tuple(compared))
+            if arguments.json is not None:  # after every case: one that fails later loses nothing
+                _write_json("--json", arguments.json, validation.to_json() | about)
     output_console().print(validation_table(validation))
-    if arguments.json is not None:
-        about = {"command": shlex.join(["python", *sys.argv]), "machine": describe_machine(REPOSITORY)}
-        _write_json("--json", arguments.json, validation.to_json() | about)
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron.oases.cost.model import Group
+from megatron.oases.cost.profile import ProfileCost
 from megatron.oases.errors import UsageError
 from megatron.oases.measure.collectives import sizes_bytes
 from megatron.oases.measure.partial import Partial
@@ -120,3 +121,15 @@ def test_summary_shows_what_is_there_and_what_is_missing():
     lines = remarks(profile())
     assert "contention with 2 ranks, 1 apart: computation x 1.20, communication x 1.10" in lines
     assert "missing: 1 measurements: gloo: cannot do it" in lines
+    assert any(line.startswith("operations: quartiles lie") and line.endswith("time apart") for line in lines)
+
+
+def test_a_profile_taken_while_something_else_ran_is_said_to_be_so():
+    quiet = profile()
+    noisy = dataclasses.replace(
+        quiet, operations=tuple(dataclasses.replace(cell, spread_ms=cell.median_ms / 2) for cell in quiet.operations)
+    )
+    assert any("take the profile again" in line for line in remarks(noisy))
+    (line,) = ProfileCost(noisy).announcements
+    assert "spread by 50%; take it again" in line
+    assert not ProfileCost(quiet).announcements

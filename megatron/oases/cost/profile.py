@@ -44,6 +44,10 @@ class ProfileCost:
         self._kept = kept
         self.announcements: set[str] = set()  # one line for each kind of value that lies beyond what was measured
         self._file = str(file)
+        if profile.is_disturbed:
+            self.announcements.add(
+                f"{file}: the operations' times spread by {profile.spread:.0%}; take it again with nothing else running"
+            )
         self._cells: dict[tuple[Kind, Role, int, bool], list[OperationCell]] = defaultdict(list)
         for cell in sorted(profile.operations, key=lambda cell: cell.samples):
             self._cells[cell.kind, cell.role, cell.degree, cell.kept].append(cell)

@@ -9,6 +9,9 @@ from megatron.oases.cost.workload import ModelShape
 from megatron.oases.schedule import Kind, Role
 
 VERSION = 1
+# Profiles of two CPU cores with nothing else on them spread by 8 to 19 %; one that was half as long again as it should
+# be, by 30 %.
+_DISTURBED_SPREAD = 0.25
 
 
 def _check_measured(cell: object, *names: str) -> None:
@@ -277,6 +280,18 @@ class Profile:
     overhead: Overhead
     memory: tuple[MemoryCell, ...]
     held_out: HeldOut
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles of the operations' times, as a share of these times."""
+        measured = [cell for cell in self.operations if cell.missing is None]
+        total_ms = sum(cell.median_ms for cell in measured)
+        return sum(cell.spread_ms for cell in measured) / total_ms if total_ms else 0.0
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether something else seems to have run meanwhile."""
+        return self.spread > _DISTURBED_SPREAD
 
 
 def read_profile(path: Path) -> Profile:

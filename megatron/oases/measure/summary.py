@@ -65,7 +65,9 @@ def collectives_table(profile: Profile) -> Table:
 def remarks(profile: Profile) -> list[str]:
     """The rest, a line each."""
     optimizer, overhead, held_out = profile.optimizer, profile.overhead, profile.held_out
+    disturbed = ": take the profile again with nothing else running" if profile.is_disturbed else ""
     lines = [
+        f"operations: quartiles lie {profile.spread:.0%} of an operation's time apart{disturbed}",
         f"optimizer: {optimizer.fixed_ms:.2f} ms + {optimizer.ns_per_parameter:.3f} ns a parameter "
         f"(error {optimizer.residual:.1%} at {_counted(len(optimizer.points), 'point')})",
         f"rest of an iteration: {overhead.fixed_ms:.2f} ms + {overhead.per_micro_batch_ms:.2f} ms a micro-batch",
