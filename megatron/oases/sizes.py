@@ -64,3 +64,8 @@ def _require_multiple(args: Namespace, name: str, of: str) -> None:
 def indivisible(flag: str, size: int, of_flag: str, parts: int) -> str:
     """The message for a size that does not divide, with the arithmetic."""
     return f"{flag} {size} is not divisible by {of_flag} {parts}: {size} = {size // parts} x {parts} + {size % parts}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -29,7 +29,10 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.stride < 1:
-            raise ValueError(f"a group of {self.size} ranks, {self.stride} apart")
+            raise ValueError(f"a group of {self}")
+
+    def __str__(self) -> str:
+        return f"{self.size} ranks, {self.stride} apart"
 
     def ranks(self, world_size: int) -> list[list[int]]:
         """The ranks of each group of this shape. Together they hold the whole world, unless there is room for one group
@@ -40,7 +43,7 @@ class Group:
         """
         block, reach = self.size * self.stride, (self.size - 1) * self.stride
         if world_size % block and not reach < world_size < block:
-            raise ValueError(f"{world_size} ranks are not groups of {self.size} ranks, {self.stride} apart")
+            raise ValueError(f"{world_size} ranks are not groups of {self}")
         return [
             list(range(first, first + reach + 1, self.stride))
             for start in range(0, world_size, block)

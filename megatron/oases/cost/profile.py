@@ -91,7 +91,7 @@ class ProfileCost:
             return Contention()
         cell = self._contention.get(group)
         if cell is None or cell.missing is not None:
-            what = f"contention of computation and {_named(group)}"
+            what = f"contention of computation and {group}"
             self._fail(what, "was not measured" if cell is None else cell.missing)
         return Contention(compute=cell.compute, communication=cell.communication)
 
@@ -127,14 +127,14 @@ class ProfileCost:
     def _collective_ms(self, collective: Collective, group: Group, size_bytes: int) -> float:
         series = self._series.get((collective, group))
         if series is None or series.missing is not None:
-            what = f"{collective.value} of {_named(group)}"
+            what = f"{collective.value} of {group}"
             self._fail(what, "was not measured" if series is None else series.missing)
         xs, ys = _columns(series)
         if size_bytes < xs[0]:
             return min(ys[0], _fitted_ms(series, size_bytes))
         if size_bytes > xs[-1]:
             self.announcements.add(
-                f"{self._file}: {collective.value} of {_named(group)} was measured up to {xs[-1]} bytes; larger ones "
+                f"{self._file}: {collective.value} of {group} was measured up to {xs[-1]} bytes; larger ones "
                 f"follow the fitted bandwidth"
             )
             # From the last point on, so that more bytes never take less time.
@@ -183,10 +183,6 @@ def load_profile_cost(path: Path, workload: Workload) -> ProfileCost:
         if then != now:
             cost.announcements.add(f"{path} was taken with {package} {then}; here is {now}")
     return cost
-
-
-def _named(group: Group) -> str:
-    return f"{group.size} ranks, {group.stride} apart"
 
 
 def _columns(series: CollectiveSeries) -> tuple[Sequence[int], Sequence[float]]:

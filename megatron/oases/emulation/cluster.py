@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.oases.errors import UsageError
+from megatron.oases.sizes import counted
 
 MASTER_PORT = 29500
 DEVICE_INTERFACE = "eth0"
@@ -86,7 +87,7 @@ class Cluster:
     def describe(self, cores: int) -> str:
         """One line for the user: what is emulated, and what would make its times mislead."""
         parts = [
-            f"{_counted(self.servers, 'server')} x {_counted(self.devices_per_server, 'device')}",
+            f"{counted(self.servers, 'server')} x {counted(self.devices_per_server, 'device')}",
             f"NIC {self.nic_gbps:g} Gbit/s each way",
         ]
         if self.intra_gbps:
@@ -106,10 +107,6 @@ class Cluster:
 def check_bandwidth(flag: str, gbps: float) -> None:
     if not _SLOWEST_GBPS <= gbps <= _FASTEST_GBPS:
         raise UsageError(f"{flag} {gbps:g} must be from {_SLOWEST_GBPS:g} to {_FASTEST_GBPS:g} Gbit/s")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def rank_environment(cluster: Cluster, device: Device, base: Mapping[str, str], cores: int) -> dict[str, str]:

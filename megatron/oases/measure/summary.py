@@ -4,6 +4,7 @@ from rich.table import Table
 
 from megatron.oases.cost.profile_file import OperationCell, Profile
 from megatron.oases.schedule import Kind, Role
+from megatron.oases.sizes import counted
 
 
 def operations_table(profile: Profile) -> Table:
@@ -11,7 +12,7 @@ def operations_table(profile: Profile) -> Table:
     layout = profile.fingerprint.layout
     degrees = sorted({cell.degree for cell in profile.operations}, reverse=True)
     table = Table(
-        title=f"Operations on {_counted(layout.micro_batch, 'sample')}, ms",
+        title=f"Operations on {counted(layout.micro_batch, 'sample')}, ms",
         title_justify="left",
         caption="Median; in brackets the distance between the quartiles. Of each repeat the slowest rank counts.",
         caption_justify="left",
@@ -69,7 +70,7 @@ def remarks(profile: Profile) -> list[str]:
     lines = [
         f"operations: quartiles lie {profile.spread:.0%} of an operation's time apart{disturbed}",
         f"optimizer: {optimizer.fixed_ms:.2f} ms + {optimizer.ns_per_parameter:.3f} ns a parameter "
-        f"(error {optimizer.residual:.1%} at {_counted(len(optimizer.points), 'point')})",
+        f"(error {optimizer.residual:.1%} at {counted(len(optimizer.points), 'point')})",
         f"rest of an iteration: {overhead.fixed_ms:.2f} ms + {overhead.per_micro_batch_ms:.2f} ms a micro-batch",
     ]
     for cell in profile.contention:
@@ -91,7 +92,7 @@ def remarks(profile: Profile) -> list[str]:
         if cell.missing is None:
             how = "graphs kept" if cell.kept else "recomputed"
             lines.append(
-                f"memory, degree {cell.degree}, {_counted(cell.layers, 'layer')}, {_counted(cell.samples, 'sample')}, "
+                f"memory, degree {cell.degree}, {counted(cell.layers, 'layer')}, {counted(cell.samples, 'sample')}, "
                 f"{how}: peak {cell.peak_bytes / 2**20:.0f} MiB, parameters {cell.parameters_bytes / 2**20:.0f} MiB"
             )
     missing = [cell for cell in (*profile.operations, *profile.collectives, *profile.contention) if cell.missing]
@@ -102,7 +103,3 @@ def remarks(profile: Profile) -> list[str]:
 
 def _shown(cell: OperationCell) -> str:
     return "–" if cell.missing is not None else f"{cell.median_ms:.3f} ({cell.spread_ms:.3f})"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

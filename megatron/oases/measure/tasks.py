@@ -76,7 +76,7 @@ class Tasks:
     def __iter__(self) -> Iterator[Task]:
         for shape, collectives in self._shapes().items():
             for collective in collectives:
-                yield Task(f"{collective.value}, {_named(shape)}", lambda c=collective, s=shape: self._collective(c, s))
+                yield Task(f"{collective.value}, {shape}", lambda c=collective, s=shape: self._collective(c, s))
         for degree in self._degrees:
             for kept in (False, True):
                 for samples in reversed(self._samples):
@@ -101,7 +101,7 @@ class Tasks:
         tensor_shapes = {Group(t) for t in self._degrees}
         for shape in self._shapes():
             if shape == Group(degree) or (degree == self._tensor and shape not in tensor_shapes):
-                yield Task(f"contention, {_named(shape)}", lambda s=shape: self._contention(degree, s))
+                yield Task(f"contention, {shape}", lambda s=shape: self._contention(degree, s))
 
     def _shapes(self) -> dict[Group, tuple[Collective, ...]]:
         """The groups that communicate, and which collectives they are asked for."""
@@ -245,7 +245,3 @@ def _check_degrees(degrees: Sequence[int], tensor: int, possible: Sequence[int])
             raise UsageError(f"--degrees {shown}: {degree} does not divide --tensor-model-parallel-size {tensor}")
     if tensor not in degrees:
         raise UsageError(f"--degrees {shown} must have --tensor-model-parallel-size {tensor} among them")
-
-
-def _named(shape: Group) -> str:
-    return f"{shape.size} ranks, {shape.stride} apart"
