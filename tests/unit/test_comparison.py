@@ -189,9 +189,12 @@ def test_an_impossible_number_of_ranks_names_the_flag(value):
         world_size(["--tensor-model-parallel-size", value])
 
 
-def test_the_baseline_has_no_flag_of_ours():
+def test_the_baseline_has_no_flag_of_ours_but_the_faster_attention():
     assert SYSTEMS["megatron"] == ()
-    assert not any("oases" in flag for flag in shared_flags(recompute="full", iterations=7, overrides=[]))
+    shared = shared_flags(recompute="full", iterations=7, overrides=[])
+    ours = [flag for flag in shared if "oases" in flag]
+    assert ours == ["--oases-core-attention"]
+    assert shared[shared.index("--oases-core-attention") + 1] == "sdpa"
 
 
 def test_systems_with_flags_of_their_own():

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.oases.runtime.cell import Cell, Graph, Inputs
 from megatron.oases.runtime.chunks import ChunkedAttention
-from megatron.oases.runtime.linear import BiasGradient, LinearScheduling
+from megatron.oases.runtime.linear import BiasGradient, LinearScheduling, accumulate
 from megatron.oases.runtime.rng import RngStates
 from megatron.oases.schedule import Part
 
@@ -68,9 +68,12 @@ class CutPart:
         core_input_gradient, graph.core_input, graph.partial = graph.core_input.grad, None, None
         return core_input_gradient
 
-    def wgrad(self, cell: Cell) -> None:
-        """WGRAD: adds the gradients of the column-parallel linear, and frees what they needed."""
-        _accumulate(cell, row_parallel=False)
+    def wgrad(self, cell: Cell, *, is_last: bool) -> None:
+        """WGRAD: adds the gradients of the column-parallel linear, and frees what they needed.
+
+        `is_last`: whether the other sub-batches have added theirs.
+        """
+        _accumulate(cell, row_parallel=False, is_last=is_last)
 
     def norm_grad(self, cell: Cell, reduced: Tensor) -> Tensor:
         """NORM_GRAD: the gradient of the part's input, from the reduced gradient of the core's input."""
@@ -193,9 +196,9 @@ class Block(CutPart):
         torch.autograd.backward((end,), (gradient,))
         return leaf.grad
 
-    def row_wgrad(self, cell: Cell) -> None:
+    def row_wgrad(self, cell: Cell, *, is_last: bool) -> None:
         """ROW_WGRAD: adds the gradients of the row-parallel linear, and frees what they needed."""
-        _accumulate(cell, row_parallel=True)
+        _accumulate(cell, row_parallel=True, is_last=is_last)
 
     def norm_grad(self, cell: Cell, reduced: Tensor) -> Tensor:
         gradient = super().norm_grad(cell, reduced).add_(cell.residual_gradient)
@@ -211,11 +214,10 @@ class Block(CutPart):
         return x_next.detach(), (leaf, get_gradient_edge(x_next))
 
 
-def _accumulate(cell: Cell, *, row_parallel: bool) -> None:
+def _accumulate(cell: Cell, *, row_parallel: bool, is_last: bool) -> None:
     gradients = [gradient for gradient in cell.deferred if gradient.row_parallel is row_parallel]
     cell.deferred = [gradient for gradient in cell.deferred if gradient.row_parallel is not row_parallel]
-    while gradients:
-        gradients.pop(0).accumulate()
+    accumulate(gradients, is_last=is_last)
 
 
 def _replayed(states: RngStates | None) -> AbstractContextManager:

@@ -1,5 +1,6 @@
 """What is kept between operations."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from megatron.oases.runtime.chunks import Chunk
 from megatron.oases.runtime.collectives import InFlight
 from megatron.oases.runtime.linear import DeferredGradients
 from megatron.oases.runtime.rng import RngStates
-from megatron.oases.schedule import Kind
+from megatron.oases.schedule import Kind, Operation
 
 # What a part is given beside the hidden states: tokens, positions, masks, rotary embeddings.
 Inputs = dict[str, Tensor | None]
@@ -81,6 +82,12 @@ class Tape:
         self.loss: Tensor | None = None  # [b, s]
         self.loss_graph: tuple[Tensor, GradientEdge] | None = None  # the logits [s, b, vocabulary/t], and the loss
         self.loss_gradient: Tensor | None = None  # [b, s]
+        self._runs: Counter[tuple[int, Kind]] = Counter()
+
+    def is_last(self, operation: Operation) -> bool:
+        """Whether this kind has now run for every sub-batch of the part. To be asked once for each operation."""
+        self._runs[operation.place, operation.kind] += 1
+        return self._runs[operation.place, operation.kind] == len(self.sizes)
 
     def cut(self, whole: Tensor) -> list[Tensor]:
         """[s, b, ...] → the part of each sub-batch, contiguous."""

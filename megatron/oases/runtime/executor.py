@@ -100,9 +100,9 @@ class Executor:
             case Kind.WGRAD if isinstance(part, Embedding):
                 part.wgrad_of_all(tape, [tape.cells[operation.place, i] for i in range(len(tape.sizes))])
             case Kind.WGRAD:
-                part.wgrad(cell)
+                part.wgrad(cell, is_last=tape.is_last(operation))
             case Kind.ROW_WGRAD:
-                part.row_wgrad(cell)
+                part.row_wgrad(cell, is_last=tape.is_last(operation))
             case Kind.NORM_GRAD:
                 tape.gradients[i] = part.norm_grad(cell, _waited_for(cell, Kind.REDUCE_GRAD))
             case communication:

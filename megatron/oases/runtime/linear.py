@@ -27,13 +27,6 @@ class LinearGradient:
     row_parallel: bool
     fused: bool
 
-    def accumulate(self) -> None:
-        grad_output = self.grad_output.flatten(0, -2)
-        if self.weight.requires_grad:
-            _accumulate_matmul(self.weight, grad_output, self.input.flatten(0, -2), fused=self.fused)
-        if self.bias is not None:
-            accumulate_gradient(self.bias, grad_output.sum(0))
-
 
 @dataclass(slots=True)
 class BiasGradient:
@@ -42,9 +35,6 @@ class BiasGradient:
     bias: torch.nn.Parameter
     grad_output: Tensor
     row_parallel: ClassVar[bool] = True  # no other linear of a block leaves its bias to be added later
-
-    def accumulate(self) -> None:
-        accumulate_gradient(self.bias, self.grad_output.flatten(0, -2).sum(0))
 
 
 DeferredGradients = list[LinearGradient | BiasGradient]
@@ -139,52 +129,88 @@ class _Linear(torch.autograd.Function):
         return grad_output.matmul(parameters.weight), None
 
 
-def accumulate_gradient(parameter: torch.nn.Parameter, gradient: Tensor) -> None:
-    """Adds to the parameter's gradient as autograd does, so that Megatron's hooks on it fire."""
-    if parameter.requires_grad:
-        torch.autograd.backward((parameter,), (gradient,))
+def accumulate(gradients: DeferredGradients, *, is_last: bool) -> None:
+    """Adds to the parameters' gradients, and empties the list.
+
+    Args:
+        gradients: of parameters that may occur more than once.
+        is_last: whether nothing more of this micro-batch will be added to them. Only then do Megatron's hooks on the
+            parameters fire: once a micro-batch, as in vanilla, whatever the number of sub-batches.
+    """
+    adding = _Adding(is_last)
+    while gradients:
+        gradient = gradients.pop(0)
+        grad_output = gradient.grad_output.flatten(0, -2)
+        if isinstance(gradient, LinearGradient) and gradient.weight.requires_grad:
+            adding.matmul(gradient.weight, grad_output, gradient.input.flatten(0, -2), fused=gradient.fused)
+        if gradient.bias is not None and gradient.bias.requires_grad:
+            adding.tensor(gradient.bias, grad_output.sum(0))
+    adding.fire_hooks()
 
 
-def _accumulate_matmul(weight: torch.nn.Parameter, grad_output: Tensor, input_: Tensor, *, fused: bool) -> None:
-    """Adds grad_output.T @ input to the weight's gradient, in place where Megatron keeps one and a kernel can."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
-        accumulate_gradient(weight, grad_output.t().matmul(input_))
-    elif fused:
-        import fused_weight_gradient_mlp_cuda
+class _Adding:
+    """Adds gradients in the place where Megatron keeps them, if it does; else leaves them to autograd."""
 
-        if main_grad.dtype == torch.float32:
-            fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(input_, grad_output, main_grad)
+    def __init__(self, is_last: bool):
+        self._is_last = is_last
+        self._in_place: list[torch.nn.Parameter] = []
+        self._for_autograd: list[tuple[torch.nn.Parameter, Tensor]] = []
+
+    def tensor(self, parameter: torch.nn.Parameter, gradient: Tensor) -> None:
+        main_grad = getattr(parameter, "main_grad", None)
+        if self._is_last or main_grad is None:
+            self._for_autograd.append((parameter, gradient))
         else:
-            fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(input_, grad_output, main_grad)
-        _announce_in_place(weight)
-    elif main_grad.dtype == grad_output.dtype:
-        main_grad.addmm_(grad_output.t(), input_)
-        _announce_in_place(weight)
-    else:
-        accumulate_gradient(weight, grad_output.t().matmul(input_))
+            main_grad.add_(gradient)
+
+    def matmul(self, weight: torch.nn.Parameter, grad_output: Tensor, input_: Tensor, *, fused: bool) -> None:
+        """Adds grad_output.T @ input to the weight's gradient."""
+        main_grad = getattr(weight, "main_grad", None)
+        in_place = main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
+        if in_place and fused:
+            import fused_weight_gradient_mlp_cuda
+
+            if main_grad.dtype == torch.float32:
+                fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(input_, grad_output, main_grad)
+            else:
+                fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(input_, grad_output, main_grad)
+            self._in_place.append(weight)
+        elif in_place and main_grad.dtype == grad_output.dtype:
+            main_grad.addmm_(grad_output.t(), input_)
+            self._in_place.append(weight)
+        else:
+            self.tensor(weight, grad_output.t().matmul(input_))
+
+    def fire_hooks(self) -> None:
+        """Hands the rest to autograd, and tells the hooks what is in its place already."""
+        roots = [parameter for parameter, _ in self._for_autograd]
+        gradients: list[Tensor | None] = [gradient for _, gradient in self._for_autograd]
+        announced = self._in_place if self._is_last else []
+        for weight in announced:
+            weight.grad_added_to_main_grad = True
+        if announced:
+            with torch.enable_grad():
+                roots.append(_GradientsAreInPlace.apply(*announced))
+            gradients.append(None)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for weight in announced:
+            # Another gradient of the same weight, as of tied embeddings, is one that the hook has to add.
+            weight.grad_added_to_main_grad = False
 
 
-def _announce_in_place(weight: torch.nn.Parameter) -> None:
-    """Fires Megatron's hooks on the parameter, and tells them that the gradient is in its place already."""
-    weight.grad_added_to_main_grad = True
-    with torch.enable_grad():
-        announced = _GradientIsInPlace.apply(weight)
-    torch.autograd.backward((announced,))
-    # Another gradient of the same weight, as of tied embeddings, is one that the hook has to add.
-    weight.grad_added_to_main_grad = False
-
-
-class _GradientIsInPlace(torch.autograd.Function):
-    """Fires the parameter's hooks with a stand-in gradient, as Megatron's fused weight gradient does."""
+class _GradientsAreInPlace(torch.autograd.Function):
+    """Fires the parameters' hooks with stand-in gradients, as Megatron's fused weight gradient does."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return weight.new_zeros(())
+    def forward(ctx, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return weights[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx, _: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
+    def backward(ctx, _: Tensor) -> tuple[Tensor, ...]:
         # Megatron adds the stand-in where the weight says so; else nobody reads it.
-        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+        return tuple(
+            torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+            for weight in ctx.saved_tensors
+        )
