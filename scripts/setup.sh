@@ -87,6 +87,10 @@ is_beyond_repair() {
 
 install() {
     local start=$SECONDS python
+    if [ -L "$VENV" ]; then
+        echo "error: $VENV is a link to $(readlink "$VENV"), an environment made for something else. Remove it: rm $VENV" >&2
+        return 1
+    fi
     if [ ! -e "$VENV" ] || is_beyond_repair; then
         python=$(find_python)
         echo "Making $VENV with $("$python" --version): about 5 GB, a minute or more"

@@ -29,7 +29,7 @@ from megatron.oases.report.machine import describe_machine  # noqa: E402
 from megatron.oases.report.predictions import memory_table, predictions_table, times_table  # noqa: E402
 from megatron.oases.report.progress import runs_progress  # noqa: E402
 from megatron.oases.report.runs import REPOSITORY, RunFailed  # noqa: E402
-from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, shared_flags, system_flags, world_size  # noqa: E402
+from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, planned_flags, shared_flags, system_flags, world_size  # noqa: E402
 from megatron.oases.report.tables import output_console  # noqa: E402
 from megatron.oases.report.trace import chrome_trace  # noqa: E402
 from megatron.oases.report.validation import (  # noqa: E402
@@ -44,15 +44,15 @@ from megatron.oases.report.validation import (  # noqa: E402
 
 _PICTURES = (".png", ".svg", ".pdf")
 # Of one or the other use of the tool only.
-_PREDICTING = ("world_size", "recompute", "backend", "trace", "png")
+_PREDICTING = ("world_size", "recompute", "trace", "png")
 _VALIDATING = ("nic_gbps", "workloads", "rounds", "iterations", "folder")
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own arguments, and Megatron's flags."""
     parser = OneLineParser(
-        description="Predict the time and the memory of a training iteration. Without MEGATRON FLAGS: the reference "
-        "workload of tools/compare.py.",
+        description="Predict the time and the memory of a training iteration. MEGATRON FLAGS are those of the training "
+        "command; without any it is the reference workload of tools/compare.py.",
         usage="oases_simulator.py (--cluster NAME|FILE | --profile FILE | --validate) [options] [-- MEGATRON FLAGS]",
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -71,13 +71,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         help=f"as in tools/compare.py; quoted, with flags of their own (default: {' '.join(SYSTEMS)})",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="devices (default: TP x PP, that is DP 1)")
-    parser.add_argument("--recompute", choices=RECOMPUTE, help="activation recomputation (default full)")
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        help="of the collectives; with gloo the host sees when one has ended, and fills waits (default: the profile's; "
-        "for a cluster nccl)",
-    )
+    parser.add_argument("--recompute", choices=RECOMPUTE, help="of the reference workload (default full)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (JSON; opens in Perfetto)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline (or .svg, .pdf)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
@@ -102,8 +96,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     own, overrides = split_at_double_dash(argv)
     arguments = parser.parse_args(own)
     _check(arguments, overrides)
-    flags = shared_flags(recompute=arguments.recompute or "full", iterations=1, overrides=overrides)
-    return arguments, flags
+    if overrides:
+        return arguments, planned_flags(overrides)
+    return arguments, shared_flags(recompute=arguments.recompute or "full", iterations=1, overrides=())
 
 
 def _check(arguments: Namespace, overrides: Sequence[str]) -> None:
@@ -113,6 +108,8 @@ def _check(arguments: Namespace, overrides: Sequence[str]) -> None:
             raise UsageError(f"{flag} has no meaning {'with' if arguments.validate else 'without'} --validate")
     if arguments.validate and overrides:
         raise UsageError("MEGATRON FLAGS have no meaning with --validate, which has its own workloads")
+    if overrides and arguments.recompute is not None:
+        raise UsageError(f"--recompute {arguments.recompute} is for the reference workload; say it in MEGATRON FLAGS")
     for system in arguments.systems:
         system_flags(system)
     if len(set(arguments.systems)) != len(arguments.systems):
@@ -141,9 +138,9 @@ def _check_validation(arguments: Namespace) -> None:
 
 def run_prediction(arguments: Namespace, flags: Sequence[str]) -> None:
     if arguments.cluster is not None:
-        source = cluster_source(arguments.cluster, backend=arguments.backend or "nccl")
+        source = cluster_source(arguments.cluster)
     else:
-        source = profile_source(arguments.profile, backend=arguments.backend)
+        source = profile_source(arguments.profile)
     least = world_size(flags)
     ranks = arguments.world_size if arguments.world_size is not None else least
     if ranks < 1 or ranks % least:
@@ -207,7 +204,7 @@ def run_validation(arguments: Namespace) -> None:
             predictions = predict(
                 case.workload.flags(iterations),
                 arguments.systems,
-                profile_source(path, backend=None),
+                profile_source(path),
                 parser=parser,
                 world_size=launcher.ranks,
                 record=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.oases.cost.model import Collective, Group
 from megatron.oases.cost.profile import ProfileCost
 from megatron.oases.cost.profile_file import Profile, read_profile
-from megatron.oases.schedule import Kind, Layout, Role, build_chain
+from megatron.oases.schedule import Kind, Layout, Part, Role, build_chain
 from tests.launch import running, torchrun, torchrun_command
 from tests.system.small_gpt import MOCK_DATA, SMALL
 
@@ -77,10 +77,11 @@ def _check_complete(profile: Profile) -> None:
     for degree in (1, 2):
         for kept in (False, True):
             for kind, role, is_kept in _needed(degree, kept):
+                part = Part(role, recomputed=not is_kept and role in (Role.ATTENTION, Role.MLP))
                 for samples in (1, 2):
                     cell = cells.pop((kind, role, degree, samples, is_kept), None)
                     assert cell is None or (cell.missing is None and cell.median_ms > 0), cell
-                    assert cost.compute_ms(kind, role, degree=degree, samples=samples) > 0
+                    assert cost.compute_ms(kind, part, degree=degree, samples=samples) > 0
     assert not cells, "cells that nobody asks for"
     for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL):
         assert cost.collective_ms(collective, Group(2), MICRO_BATCH * 32 * 64 * 4) > 0

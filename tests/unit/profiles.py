@@ -86,6 +86,8 @@ def profile(**changes) -> Profile:
                 micro_batch=4,
                 micro_batches=2,
                 sequence_parallel=False,
+                hidden_dropout=False,
+                attention_dropout=False,
                 distributed_optimizer=False,
             ),
             device=Device(name="a processor", threads=1, memory_bytes=2**33),

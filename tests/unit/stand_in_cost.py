@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from megatron.oases.cost.model import Collective, Contention, Group
 from megatron.oases.cost.workload import ModelShape, Workload
-from megatron.oases.schedule import Kind, Role
+from megatron.oases.schedule import Kind, Part, Role
 
 # Of a block: forward and backward as long as each other and as a collective would be easy to tell apart.
 BLOCK_MS = {
@@ -39,7 +39,8 @@ class TableCost:
     optimizer_ms_per_parameter: float = 0.0
     overhead_ms: float = 0.0
 
-    def compute_ms(self, kind: Kind, role: Role, *, degree: int, samples: int) -> float:
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
+        role = part.role
         if role in (Role.ATTENTION, Role.MLP):
             return samples * self.block_ms.get(kind, 0.0)
         return samples * self.ends_ms.get((role, kind), 0.0)

@@ -25,6 +25,7 @@ def cluster(servers: int, devices_per_server: int, **links: Link) -> Cluster:
         name="test",
         servers=servers,
         devices_per_server=devices_per_server,
+        backend="gloo",
         device=Device(
             name="test",
             memory_gib=1,
@@ -108,6 +109,7 @@ def written(tmp_path: Path, changed: dict | str) -> Path:
         ("links.nic.latency_us", ..., "links.nic.latency_us is missing"),
         ("links.nic.efficiency", [1], "links.nic.efficiency must be a number, but is a list"),
         ("links.nic", ..., "links.nic is missing, but servers is 8"),
+        ("backend", "mpi", "backend 'mpi' is none of gloo, nccl"),
         ("links.port", ..., "links.port is missing, but devices_per_server is 4"),
         ("contention.compute", 0.9, "contention.compute 0.9 must be a finite number of at least 1"),
     ],

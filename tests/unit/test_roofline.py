@@ -14,7 +14,7 @@ from megatron.oases.cost.roofline import RooflineCost
 from megatron.oases.cost.system import System
 from megatron.oases.cost.workload import ModelShape, Workload
 from megatron.oases.errors import UsageError
-from megatron.oases.schedule import Kind, Layout, Role
+from megatron.oases.schedule import Kind, Layout, Part, Role
 
 PROFILE = Path(__file__).parents[3] / "shared/data/rtx3090_published_profile.csv"
 BLOCKS = (Role.ATTENTION, Role.MLP)
@@ -65,7 +65,7 @@ def computing(sequence_parallel: bool) -> list[tuple[Kind, Role]]:
         )
         for operation in layout.forward_operations() | layout.backward_operations():
             if not operation.kind.is_communication:
-                asked.add((operation.kind, layout.chain[operation.place].role))
+                asked.add((layout.computes_as(operation.kind), layout.chain[operation.place].role))
     return sorted(asked, key=str)
 
 
@@ -83,7 +83,7 @@ MODELS = {
 class TestEveryOperation:
     def test_is_known_and_takes_longer_with_more_samples(self, model, sequence_parallel, kind, role):
         known = cost(model=model, sequence_parallel=sequence_parallel)
-        times = [known.compute_ms(kind, role, degree=2, samples=samples) for samples in (1, 2, 3, 8, 64)]
+        times = [known.compute_ms(kind, Part(role), degree=2, samples=samples) for samples in (1, 2, 3, 8, 64)]
         assert times[0] > 0
         assert times == sorted(times) and times[-1] > times[0]
 
@@ -92,7 +92,7 @@ class TestEveryOperation:
             cost(
                 model=replace(model, hidden_size=h, ffn_hidden_size=4 * h, heads=h // 64),
                 sequence_parallel=sequence_parallel,
-            ).compute_ms(kind, role, degree=2, samples=16)
+            ).compute_ms(kind, Part(role), degree=2, samples=16)
             for h in (512, 1024, 2048, 8192)
         ]
         assert times == sorted(times)
@@ -100,23 +100,23 @@ class TestEveryOperation:
 
     def test_takes_no_longer_at_a_higher_degree(self, model, sequence_parallel, kind, role):
         known = cost(model=model, sequence_parallel=sequence_parallel)
-        one, two, four = (known.compute_ms(kind, role, degree=degree, samples=8) for degree in (1, 2, 4))
+        one, two, four = (known.compute_ms(kind, Part(role), degree=degree, samples=8) for degree in (1, 2, 4))
         # Zeroing what other ranks look up is work that degree 1 does not have.
         assert one >= two or (kind, role) == (Kind.FORWARD, Role.EMBEDDING)
         assert two >= four
 
     def test_is_never_cheaper_in_parts(self, model, sequence_parallel, kind, role):
         known = cost(model=model, sequence_parallel=sequence_parallel)
-        whole = known.compute_ms(kind, role, degree=2, samples=8)
+        whole = known.compute_ms(kind, Part(role), degree=2, samples=8)
         for parts in ([4, 4], [3, 3, 2], [7, 1], [1] * 8):
-            cut = sum(known.compute_ms(kind, role, degree=2, samples=part) for part in parts)
+            cut = sum(known.compute_ms(kind, Part(role), degree=2, samples=part) for part in parts)
             assert cut >= whole * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("role", BLOCKS)
 def test_recomputation_leaves_out_the_row_parallel_product(role):
     known, options = cost(), dict(degree=2, samples=4)
-    forward, recompute = (known.compute_ms(kind, role, **options) for kind in (Kind.FORWARD, Kind.RECOMPUTE))
+    forward, recompute = (known.compute_ms(kind, Part(role), **options) for kind in (Kind.FORWARD, Kind.RECOMPUTE))
     assert 0.4 * forward < recompute < forward
 
 
@@ -125,18 +125,18 @@ def test_sequence_parallelism_moves_norm_and_dropout_out_of_the_core(role):
     options = dict(degree=4, samples=32)
     plain, apart = cost(tensor=4), cost(tensor=4, sequence_parallel=True)
     for core, moved in ((Kind.FORWARD, Kind.NORM), (Kind.RECOMPUTE, Kind.RENORM), (Kind.DGRAD, Kind.JOIN_GRAD)):
-        left_out = plain.compute_ms(core, role, **options) - apart.compute_ms(core, role, **options)
-        assert left_out == pytest.approx(4 * apart.compute_ms(moved, role, **options))  # a quarter of the sequence
+        left_out = plain.compute_ms(core, Part(role), **options) - apart.compute_ms(core, Part(role), **options)
+        assert left_out == pytest.approx(4 * apart.compute_ms(moved, Part(role), **options))  # a quarter of the sequence
         with pytest.raises(ValueError, match=f"{role.value} has no operation {moved.value}"):
-            plain.compute_ms(moved, role, **options)
-    assert apart.compute_ms(Kind.JOIN, role, **options) < plain.compute_ms(Kind.JOIN, role, **options)
+            plain.compute_ms(moved, Part(role), **options)
+    assert apart.compute_ms(Kind.JOIN, Part(role), **options) < plain.compute_ms(Kind.JOIN, Part(role), **options)
 
 
 def test_chunks_of_a_sequence_save_attention_over_what_is_masked():
     whole = cost(model=shape(stores_scores=True))
     chunks = cost(model=shape(stores_scores=True), sub_batches=2, along_sequence=True)
     options = dict(degree=1, samples=32)
-    attention, mlp = ((Kind.FORWARD, role) for role in BLOCKS)
+    attention, mlp = ((Kind.FORWARD, Part(role)) for role in BLOCKS)
     assert 2 * chunks.compute_ms(*attention, **options) < whole.compute_ms(*attention, **options)
     assert 2 * chunks.compute_ms(*mlp, **options) >= whole.compute_ms(*mlp, **options)
 
@@ -146,7 +146,7 @@ def test_no_dropout_is_cheaper():
     options = dict(degree=1, samples=8)
     for kind in (Kind.FORWARD, Kind.DGRAD, Kind.JOIN):
         with_dropout, without = (
-            RooflineCost(where, work, dropout=dropout).compute_ms(kind, Role.ATTENTION, **options)
+            RooflineCost(where, work, dropout=dropout).compute_ms(kind, Part(Role.ATTENTION), **options)
             for dropout in (True, False)
         )
         assert without < with_dropout
@@ -157,7 +157,7 @@ def test_skinny_products_reach_less_than_large_ones():
 
     def reached(degree: int, samples: int) -> float:
         operations = 2 * 2 * 1024 * samples * 8192 * 4 * 8192 / degree
-        return operations / known.compute_ms(Kind.FORWARD, Role.MLP, degree=degree, samples=samples)
+        return operations / known.compute_ms(Kind.FORWARD, Part(Role.MLP), degree=degree, samples=samples)
 
     assert reached(degree=64, samples=1) < 0.9 * reached(degree=1, samples=1)
     assert reached(degree=1, samples=1) < 35.6e9
@@ -167,7 +167,7 @@ def test_skinny_products_reach_less_than_large_ones():
 def test_every_shipped_cluster_prices_a_model(name):
     where = load_cluster(name)
     known = cost(name)
-    assert known.compute_ms(Kind.FORWARD, Role.MLP, degree=2, samples=1) > 0
+    assert known.compute_ms(Kind.FORWARD, Part(Role.MLP), degree=2, samples=1) > 0
     assert known.collective_ms(Collective.ALL_REDUCE, Group(2), 2**20) > 0
     assert known.iteration_overhead_ms(1) == where.iteration_overhead_ms
     assert known.contention(Group(2)) == where.contention
@@ -185,7 +185,7 @@ def test_a_faster_device_is_faster():
     options = dict(degree=2, samples=8)
     model = shape(element_bytes=2)
     times = [
-        cost(name, model=model).compute_ms(Kind.FORWARD, Role.MLP, **options)
+        cost(name, model=model).compute_ms(Kind.FORWARD, Part(Role.MLP), **options)
         for name in ("h100_sxm_x8", "a100_pcie_x8", "rtx3090x4")
     ]
     assert times == sorted(times)
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="dtype bf16 for elements of 4 bytes"):
         cost(dtype="bf16")
     with pytest.raises(ValueError, match="at degree 1 on 0 samples"):
-        cost().compute_ms(Kind.FORWARD, Role.MLP, degree=1, samples=0)
+        cost().compute_ms(Kind.FORWARD, Part(Role.MLP), degree=1, samples=0)
 
 
 @pytest.mark.skipif(not PROFILE.exists(), reason="the published profile is not at hand")
@@ -222,7 +222,7 @@ def test_blocks_are_within_6_percent_of_the_published_profile():
         known = cost(model=shape(hidden_size=int(row["hidden_size"])), tensor=degree, dtype="tf32")
         for name, role in (("attn", Role.ATTENTION), ("mlp", Role.MLP)):
             for direction, kinds in operations.items():
-                predicted = sum(known.compute_ms(kind, role, degree=degree, samples=samples) for kind in kinds)
+                predicted = sum(known.compute_ms(kind, Part(role), degree=degree, samples=samples) for kind in kinds)
                 measured = float(row[f"{name}_{direction}_ms"])
                 errors.setdefault(f"{name}_{direction}", []).append(abs(predicted / measured - 1))
     for name, of_column in errors.items():

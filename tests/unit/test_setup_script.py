@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # What the script calls; nothing else is on the path of the tests below, above all no Python.
-COMMANDS = ["bash", "cat", "cut", "dirname", "flock", "grep", "rm", "sha256sum", "tail", "touch"]
+COMMANDS = ["bash", "cat", "cut", "dirname", "flock", "grep", "readlink", "rm", "sha256sum", "tail", "touch"]
 
 
 @pytest.fixture
@@ -74,6 +74,17 @@ def test_refuses_a_named_python_that_does_not_fit(repository):
     result = setup(repository, PYTHON=str(repository.parent / "old"))
     assert result.returncode == 1
     assert result.stderr.startswith("error: PYTHON=") and "3.12 or 3.13" in result.stderr
+
+
+def test_leaves_alone_an_environment_that_it_is_linked_to(repository):
+    other = repository.parent / "other"
+    other.mkdir()
+    (other / "precious").touch()
+    (repository / ".venv").symlink_to(other)
+    result = setup(repository)
+    assert result.returncode == 1
+    assert f".venv is a link to {other}" in result.stderr
+    assert (other / "precious").exists()
 
 
 def test_passes_over_commands_that_do_not_run(with_mkdir_and_cp):

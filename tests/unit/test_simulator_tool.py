@@ -26,8 +26,9 @@ TOOL = Path(oases_simulator.__file__)
         (["--cluster", "emulated", "--png", "x.txt"], "--png x.txt"),
         (["--cluster", "emulated", "--rounds", "3"], "--rounds has no meaning without --validate"),
         (["--cluster", "emulated", "--world-size", "3"], "--world-size 3 is not a multiple of TP x PP = 2"),
-        (["--cluster", "emulated", "--", "--train-iters", "5"], "--train-iters after --"),
-        (["--validate", "--backend", "gloo"], "--backend has no meaning with --validate"),
+        (["--cluster", "emulated", "--recompute", "none", "--", "--num-layers", "2"], "--recompute none"),
+        (["--cluster", "emulated", "--", "--num-layers", "2"], "vocab-size"),
+        (["--validate", "--world-size", "2"], "--world-size has no meaning with --validate"),
         (["--validate", "--workloads", "9"], "--workloads 9: there are 1 to 6"),
         (["--validate", "--nic-gbps", "0"], "--nic-gbps 0"),
         (["--validate", "--iterations", "2"], "--iterations 2"),
@@ -54,10 +55,22 @@ def _tool(*argv: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, TOOL, *argv], capture_output=True, text=True, timeout=300)
 
 
+TRAINING = """--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2 --vocab-size 512""".split()
+
+
+def test_a_training_command_is_taken_as_it_is(tmp_path):
+    file = tmp_path / "o.json"
+    done = _tool("--cluster", "emulated", "--json", str(file), "--", *TRAINING, "--train-samples", "400")
+    assert done.returncode == 0, done.stderr
+    oases = json.loads(file.read_text())["systems"]["oases"]
+    assert oases["tokens_per_s"] == pytest.approx(4 * 64 / oases["iteration_ms"] * 1e3)
+
+
 def test_a_prediction_with_every_output(tmp_path):
     files = {flag: tmp_path / name for flag, name in (("--trace", "t.json"), ("--png", "t.png"), ("--json", "o.json"))}
     outputs = [text for flag, path in files.items() for text in (flag, str(path))]
-    done = _tool("--cluster", "emulated", "--backend", "gloo", *outputs)
+    done = _tool("--cluster", "emulated", *outputs)
     assert done.returncode == 0, done.stderr
     systems = json.loads(files["--json"].read_text())["systems"]
     assert list(systems) == ["megatron", "oases"]
@@ -72,7 +85,7 @@ def test_a_prediction_with_every_output(tmp_path):
 
 
 def test_what_is_not_simulated_is_refused():
-    done = _tool("--cluster", "emulated", "--systems", "oases", "--", "--oases-split", "sequence")
+    done = _tool("--cluster", "emulated", "--systems", "oases", "--", *TRAINING, "--oases-split", "sequence")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: --oases-split sequence is not simulated: costs are of whole samples"
 

@@ -97,6 +97,9 @@ class Links:
     nic: Link | None = None
 
 
+_BACKENDS = ("gloo", "nccl")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Servers of equal shape.
@@ -105,6 +108,7 @@ class Cluster:
         name: a short name.
         servers: their number.
         devices_per_server: devices of each.
+        backend: of the collectives: `gloo` between CPUs, `nccl` between GPUs.
         device: what they all are.
         links: what joins them.
         contention: of computation and a collective that run at the same time on one device.
@@ -114,6 +118,7 @@ class Cluster:
     name: str
     servers: int
     devices_per_server: int
+    backend: str
     device: Device
     links: Links
     contention: Contention
@@ -121,6 +126,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _check_positive(self)
+        if self.backend not in _BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is none of {', '.join(_BACKENDS)}")
         for field in fields(self.contention):
             factor = getattr(self.contention, field.name)
             if not (math.isfinite(factor) and factor >= 1):

@@ -142,6 +142,8 @@ def _check(args: Namespace, config: OasesConfig) -> None:
         value = getattr(args, name, None)
         if value is not None and is_used(value):
             raise UsageError(f"--{name.replace('_', '-')}: {feature} is not simulated")
+    if config.only is not None:
+        raise UsageError(f"--oases-only {config.only} is not simulated: the table has computation and communication alone")
     if config.split == "sequence":
         raise UsageError("--oases-split sequence is not simulated: costs are of whole samples")
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from megatron.oases.schedule import Kind, Role
+from megatron.oases.schedule import Kind, Part
 
 
 class Collective(Enum):
@@ -62,13 +62,13 @@ class Contention:
 class CostModel(Protocol):
     """Times on one device of one cluster, for one model. What it cannot know is an error, never a guess."""
 
-    def compute_ms(self, kind: Kind, role: Role, *, degree: int, samples: int) -> float:
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
         """One computing operation of one part, without waiting for anything.
 
         Args:
-            kind: the operation. RECOMPUTE is without the row-parallel GEMM; with it the operation costs what FORWARD
-                costs. LOSS, LOSS_GRAD and the embedding's WGRAD are of all sub-batches together.
-            role: what the part is.
+            kind: the operation, as `Layout.computes_as` has it. RECOMPUTE is without the row-parallel GEMM. LOSS,
+                LOSS_GRAD and the embedding's WGRAD are of all sub-batches together.
+            part: what it is, and whether its graphs are kept or it is recomputed, which takes different times.
             degree: TP degree.
             samples: number of samples `b` in [s, b, h].
         """

@@ -18,12 +18,10 @@ from megatron.oases.cost.profile_file import (
 from megatron.oases.cost.records import first_difference
 from megatron.oases.cost.workload import Workload
 from megatron.oases.errors import UsageError
-from megatron.oases.schedule import Kind, Role
+from megatron.oases.schedule import Kind, Part, Role
 
 # Beyond the largest measured number of samples the last slope is followed up to this many times that number.
 _MOST_EXTRAPOLATED = 2
-# The same computation at another place of the list; only the first of the two has a cell of its own.
-_SAME_AS = {Kind.REJOIN: Kind.JOIN}
 
 
 class ProfileCost:
@@ -32,16 +30,12 @@ class ProfileCost:
     Args:
         profile: what was measured.
         file: where it stands, for messages.
-        kept: whether most parts of the model keep their graphs instead of being recomputed. Where an operation was
-            measured in both ways, this one is taken.
-        vanilla: whether times of computation are those of Megatron itself instead of the executor's.
+        factor: by which computation takes longer than what the executor measured.
     """
 
-    def __init__(
-        self, profile: Profile, *, file: Path | str = "profile", kept: bool = False, vanilla: bool = False
-    ):
+    def __init__(self, profile: Profile, *, file: Path | str = "profile", factor: float = 1.0):
         self.profile = profile
-        self._kept = kept
+        self._factor = factor
         self.announcements: set[str] = set()  # one line for each kind of value that lies beyond what was measured
         self._file = str(file)
         if profile.is_disturbed:
@@ -51,22 +45,23 @@ class ProfileCost:
         self._cells: dict[tuple[Kind, Role, int, bool], list[OperationCell]] = defaultdict(list)
         for cell in sorted(profile.operations, key=lambda cell: cell.samples):
             self._cells[cell.kind, cell.role, cell.degree, cell.kept].append(cell)
-        self._ways = (kept, not kept)
         self._series = {(series.collective, series.group): series for series in profile.collectives}
         self._contention = {Group(cell.group_size, cell.stride): cell for cell in profile.contention}
         self._known_ms: dict[tuple, float] = {}
-        self._factor = self._vanilla_factor() if vanilla else 1.0
 
-    def for_megatron(self) -> "ProfileCost":
-        """The same for what Megatron itself runs, by autograd: its computation takes a little longer, or less."""
-        cost = ProfileCost(self.profile, file=self._file, kept=self._kept, vanilla=True)
+    def for_megatron(self, *, kept: bool) -> "ProfileCost":
+        """The same for what Megatron itself runs, by autograd: its computation takes a little longer, or less.
+
+        `kept`: whether the model keeps its graphs instead of being recomputed.
+        """
+        cost = ProfileCost(self.profile, file=self._file, factor=self._vanilla_factor(kept))
         cost.announcements = self.announcements
         return cost
 
-    def compute_ms(self, kind: Kind, role: Role, *, degree: int, samples: int) -> float:
-        key = (kind, role, degree, samples)
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
+        key = (kind, part, degree, samples)
         if key not in self._known_ms:
-            executor_ms = self._compute_ms(_SAME_AS.get(kind, kind), role, degree, samples)
+            executor_ms = self._compute_ms(kind, part, degree, samples)
             self._known_ms[key] = self._factor * executor_ms
         return self._known_ms[key]
 
@@ -95,17 +90,19 @@ class ProfileCost:
             self._fail(what, "was not measured" if cell is None else cell.missing)
         return Contention(compute=cell.compute, communication=cell.communication)
 
-    def _vanilla_factor(self) -> float:
+    def _vanilla_factor(self, kept: bool) -> float:
         for cell in self.profile.vanilla:
-            if cell.kept == self._kept:
+            if cell.kept == kept:
                 if cell.missing is not None:
                     self._fail("Megatron's own time", cell.missing)
                 return cell.factor
         self._fail("Megatron's own time", "was not measured")
 
-    def _compute_ms(self, kind: Kind, role: Role, degree: int, samples: int) -> float:
-        what = f"{kind.value} of {role.value} at TP degree {degree}"
-        series = next((cells for way in self._ways if (cells := self._cells.get((kind, role, degree, way)))), None)
+    def _compute_ms(self, kind: Kind, part: Part, degree: int, samples: int) -> float:
+        what = f"{kind.value} of {part.role.value} at TP degree {degree}"
+        # The ends keep their graphs, and were measured in one kind of session only.
+        ways = (not part.recomputed, part.recomputed)
+        series = next((cells for way in ways if (cells := self._cells.get((kind, part.role, degree, way)))), None)
         if series is None:
             self._fail(what, self._degrees(degree))
         measured = [cell for cell in series if cell.missing is None]
@@ -160,7 +157,7 @@ def load_profile_cost(path: Path, workload: Workload) -> ProfileCost:
     the profiled run.
 
     Raises:
-        UsageError: the file is broken, or another model, TP degree or use of sequence parallelism was profiled.
+        UsageError: the file is broken, or another model, TP degree, or use of sequence parallelism or dropout was profiled.
     """
     profile = read_profile(path)
     ours = profile.fingerprint
@@ -177,7 +174,12 @@ def load_profile_cost(path: Path, workload: Workload) -> ProfileCost:
             f"{path} was taken {'with' if ours.layout.sequence_parallel else 'without'} --sequence-parallel: "
             "profile again"
         )
-    cost = ProfileCost(profile, file=path, kept=workload.recompute == "none")
+    for dropout in ("hidden_dropout", "attention_dropout"):
+        then, now = getattr(ours.layout, dropout), getattr(workload, dropout)
+        if then != now:
+            flag = f"--{dropout.replace('_', '-')}"
+            raise UsageError(f"{path} was taken {'with' if then else 'without'} {flag}: profile again")
+    cost = ProfileCost(profile, file=path)
     for package, then in (("torch", ours.software.torch), ("megatron-core", ours.software.megatron_core)):
         now = metadata.version(package)
         if then != now:

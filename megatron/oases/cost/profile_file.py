@@ -38,6 +38,8 @@ class Layout:
     micro_batch: int
     micro_batches: int
     sequence_parallel: bool
+    hidden_dropout: bool
+    attention_dropout: bool
     distributed_optimizer: bool
 
 

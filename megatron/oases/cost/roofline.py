@@ -13,7 +13,7 @@ from megatron.oases.cost.model import Collective, Contention, Group
 from megatron.oases.cost.topology import Topology
 from megatron.oases.cost.workload import Workload
 from megatron.oases.errors import UsageError
-from megatron.oases.schedule import Kind, Role
+from megatron.oases.schedule import Kind, Part, Role
 
 _ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 # Fused attention reaches less than a plain matrix product (its softmax runs on other units): an estimate.
@@ -66,7 +66,8 @@ class RooflineCost:
         # Chunk i attends to chunks 0 to i. With its own chunk whole, or, in fused attention, half of it.
         self._keys = model.sequence * ((chunks + 1) if model.stores_scores else chunks) / (2 * chunks)
 
-    def compute_ms(self, kind: Kind, role: Role, *, degree: int, samples: int) -> float:
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
+        role = part.role
         if degree < 1 or samples < 1:
             raise ValueError(f"{kind.value} of the {role.value} at degree {degree} on {samples} samples")
         tokens = self._positions * samples
@@ -117,7 +118,7 @@ class RooflineCost:
             case Kind.ROW_WGRAD:
                 bias = [each(held * h, 1)] if self._model.bias else []
                 return [matmul(h, row, tokens, accumulates=True), *bias]
-            case Kind.JOIN | Kind.REJOIN:
+            case Kind.JOIN:
                 bias = [each(held * h, 2)] if self._model.bias else []
                 return [*bias, *self._dropout_of(held * h), each(held * h, 3)]
             case Kind.NORM_GRAD:

@@ -18,9 +18,6 @@ from megatron.oases.schedule import AWAITS, Filler, Kind, Layout, Operation, Rol
 _LOSS_ALL_REDUCES = 3
 _FP32_BYTES = 4
 
-# What an operation costs where the cost model knows no such kind by itself.
-_COSTS_LIKE = {Kind.REJOIN: Kind.JOIN}
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -160,13 +157,10 @@ class StageSimulator:
         return ()
 
     def _compute_ms(self, operation: Operation) -> float:
-        role, kind = self.chain[operation.place].role, operation.kind
-        joint = kind in (Kind.LOSS, Kind.LOSS_GRAD) or (kind is Kind.WGRAD and role is Role.EMBEDDING)
+        part, kind = self.chain[operation.place], operation.kind
+        joint = kind in (Kind.LOSS, Kind.LOSS_GRAD) or (kind is Kind.WGRAD and part.role is Role.EMBEDDING)
         samples = self.workload.micro_batch if joint else self._sizes[operation.sub_batch]
-        if kind is Kind.RECOMPUTE and self._layout.recomputes_row_parallel:
-            kind = Kind.FORWARD
-        kind = _COSTS_LIKE.get(kind, kind)
-        return self.cost.compute_ms(kind, role, degree=self.workload.tensor, samples=samples)
+        return self.cost.compute_ms(self._layout.computes_as(kind), part, degree=self.workload.tensor, samples=samples)
 
     def _transfer_ms(self, operation: Operation) -> float:
         collective = collective_of(operation.kind, self.chain[operation.place].role, self.workload)

@@ -39,7 +39,7 @@ class CostSource:
         return set(getattr(cost, "announcements", ()))
 
 
-def cluster_source(name_or_file: str, *, backend: str) -> CostSource:
+def cluster_source(name_or_file: str) -> CostSource:
     """A cluster file, or the name of a shipped one. Raises `UsageError`."""
     cluster = load_cluster(name_or_file)
 
@@ -47,15 +47,15 @@ def cluster_source(name_or_file: str, *, backend: str) -> CostSource:
         dropout = workload.hidden_dropout or workload.attention_dropout
         return RooflineCost(cluster, workload, dtype="fp16" if args.fp16 else None, dropout=dropout)
 
-    return CostSource(name=f"cluster {cluster.name}, {backend}", backend=backend, cost=cost)
+    return CostSource(name=f"cluster {cluster.name}, {cluster.backend}", backend=cluster.backend, cost=cost)
 
 
-def profile_source(path: Path, *, backend: str | None) -> CostSource:
-    """A profile. `backend` None: the one that it was measured with. Raises `UsageError`."""
-    backend = backend or read_profile(path).fingerprint.software.backend
+def profile_source(path: Path) -> CostSource:
+    """A profile. Raises `UsageError`."""
+    backend = read_profile(path).fingerprint.software.backend
 
     def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
         measured = load_profile_cost(path, workload)
-        return measured.for_megatron() if system.is_vanilla else measured
+        return measured.for_megatron(kept=workload.recompute == "none") if system.is_vanilla else measured
 
     return CostSource(name=f"profile {path}", backend=backend, cost=cost)

@@ -24,6 +24,8 @@ def fingerprint_of(args: Namespace, device: str) -> Fingerprint:
             micro_batch=args.micro_batch_size,
             micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
             sequence_parallel=args.sequence_parallel,
+            hidden_dropout=args.hidden_dropout > 0,
+            attention_dropout=args.attention_dropout > 0,
             distributed_optimizer=args.use_distributed_optimizer,
         ),
         device=_cuda_device() if device == "cuda" else _host_device(machine["cpu"]),

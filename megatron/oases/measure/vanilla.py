@@ -7,7 +7,7 @@ from megatron.oases.cost.profile_file import VanillaCell
 from megatron.oases.measure.operations import WARM_UP_STEPS, times_by_cell
 from megatron.oases.measure.ranks import gathered
 from megatron.oases.measure.session import Session, StepTimes
-from megatron.oases.schedule import Kind, Layout, Operation, Part, build_megatron_schedule
+from megatron.oases.schedule import Kind, Layout, Operation, Role, build_megatron_schedule
 
 
 def measure_vanilla(executor: Session, megatron: Session, *, samples: int, repeats: int) -> VanillaCell:
@@ -46,13 +46,13 @@ def _operations_ms(session: Session, steps: Sequence[StepTimes]) -> float:
     schedule = build_megatron_schedule(layout)
     times_ms = {key: median(times) for key, times in times_by_cell(session, steps).items()}
     return sum(
-        times_ms[_as_measured(operation, session.chain[operation.place])]
+        times_ms[_as_measured(operation, layout)]
         for operation in (*schedule.forward, *schedule.backward)
         if not operation.kind.is_communication
     )
 
 
-def _as_measured(operation: Operation, part: Part) -> tuple:
-    """The cell's key: Megatron recomputes the row-parallel linear too, which then costs what FORWARD costs."""
-    same = {Kind.RECOMPUTE: Kind.FORWARD, Kind.REJOIN: Kind.JOIN}
-    return same.get(operation.kind, operation.kind), part.role, not part.recomputed
+def _as_measured(operation: Operation, layout: Layout) -> tuple[Kind, Role, bool]:
+    """The cell's key."""
+    part = layout.chain[operation.place]
+    return layout.computes_as(operation.kind), part.role, not part.recomputed

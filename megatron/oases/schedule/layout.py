@@ -54,6 +54,12 @@ class Layout:
     def has_head(self) -> bool:
         return self.chain[-1].role is Role.HEAD
 
+    def computes_as(self, kind: Kind) -> Kind:
+        """The kind whose computation an operation repeats: FORWARD or JOIN in what Megatron recomputes; else its own."""
+        if kind is Kind.RECOMPUTE and self.recomputes_row_parallel:
+            return Kind.FORWARD
+        return Kind.JOIN if kind is Kind.REJOIN else kind
+
     def forward_kinds(self, place: int) -> tuple[Kind, ...]:
         """The operations of a part in the forward pass, in order, for each sub-batch."""
         gather = (Kind.NORM, Kind.GATHER) if self._gathers(place) else ()
