@@ -41,11 +41,19 @@ def word_embedding_parameters(workload: Workload) -> int:
 
 
 def static_memory(workload: Workload, stage: int) -> StaticMemory:
+    """Of a device of a pipeline stage."""
+    return static_memory_of(workload, stage_parameters(workload, stage))
+
+
+def static_memory_of(workload: Workload, count: int) -> StaticMemory:
     """Parameters, Megatron's gradient buffer, and Adam: an fp32 copy of half-precision weights and two moments.
 
     The distributed optimizer divides Adam's part by the data-parallel size.
+
+    Args:
+        workload: for types and data-parallel size.
+        count: parameters that the device holds.
     """
-    count = stage_parameters(workload, stage)
     element_bytes = workload.model.element_bytes
     master_bytes = _FP32_BYTES if element_bytes < _FP32_BYTES else 0
     sharing = workload.data if workload.distributed_optimizer else 1

@@ -13,6 +13,8 @@ from megatron.oases.cost.roofline import RooflineCost
 from megatron.oases.cost.system import System
 from megatron.oases.cost.workload import Workload
 
+_GIB = 2**30
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostSource:
@@ -21,11 +23,15 @@ class CostSource:
     Args:
         name: for titles.
         backend: of the collectives: `gloo` between CPUs, `nccl` between GPUs.
+        memory_bytes: of a device; None where devices share the host's.
+        degrees: TP degrees that the costs know; None for all.
         cost: from the workload, Megatron's arguments for it, and who orders it.
     """
 
     name: str
     backend: str
+    memory_bytes: int | None
+    degrees: tuple[int, ...] | None
     cost: Callable[[Workload, Namespace, System], CostModel]
 
     @property
@@ -47,15 +53,29 @@ def cluster_source(name_or_file: str) -> CostSource:
         dropout = workload.hidden_dropout or workload.attention_dropout
         return RooflineCost(cluster, workload, dtype="fp16" if args.fp16 else None, dropout=dropout)
 
-    return CostSource(name=f"cluster {cluster.name}, {cluster.backend}", backend=cluster.backend, cost=cost)
+    return CostSource(
+        name=f"cluster {cluster.name}, {cluster.backend}",
+        backend=cluster.backend,
+        memory_bytes=round(cluster.device.memory_gib * _GIB),
+        degrees=None,
+        cost=cost,
+    )
 
 
 def profile_source(path: Path) -> CostSource:
     """A profile. Raises `UsageError`."""
-    backend = read_profile(path).fingerprint.software.backend
+    profile = read_profile(path)
+    fingerprint = profile.fingerprint
+    on_cpu = fingerprint.device.threads > 0
 
     def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
         measured = load_profile_cost(path, workload)
         return measured.for_megatron(kept=workload.recompute == "none") if system.is_vanilla else measured
 
-    return CostSource(name=f"profile {path}", backend=backend, cost=cost)
+    return CostSource(
+        name=f"profile {path}",
+        backend=fingerprint.software.backend,
+        memory_bytes=None if on_cpu else fingerprint.device.memory_bytes,
+        degrees=tuple(sorted({cell.degree for cell in profile.operations})),
+        cost=cost,
+    )

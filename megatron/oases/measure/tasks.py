@@ -107,6 +107,8 @@ class Tasks:
         """The groups that communicate, and which collectives they are asked for."""
         plain = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
         shapes = {Group(t): (*plain, Collective.ALL_TO_ALL) for t in self._degrees}
+        for t in self._degrees:  # a block of a lower degree runs in T/t sub-groups
+            shapes.setdefault(Group(self._tensor // t, stride=t), plain)
         shapes[Group(self._data, self._tensor)] = plain
         shapes[Group(self._pipeline, self._tensor * self._data)] = (Collective.ALL_REDUCE, Collective.SEND)
         return {shape: collectives for shape, collectives in shapes.items() if shape.size > 1}

@@ -1,0 +1,122 @@
+"""The plan file: what the planner writes, and a user may edit by hand."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.oases.cost.records import from_json, read_json_object, to_json, write_json_object
+from megatron.oases.cost.workload import ModelShape
+from megatron.oases.plan.degrees import LayerDegrees, format_degrees
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """Half a layer: its TP degree, and whether it keeps its input only and is recomputed in backward."""
+
+    degree: int
+    recomputed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    attention: BlockPlan
+    mlp: BlockPlan
+
+    @property
+    def degrees(self) -> LayerDegrees:
+        return LayerDegrees(self.attention.degree, self.mlp.degree)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What the planner expects of an iteration.
+
+    Args:
+        by: `simulator`, or `program`: the formulas of the optimisation, where the plan cannot be simulated.
+        exposed_ms: communication that nothing hides.
+        memory_bytes: the most on one device.
+    """
+
+    by: str
+    iteration_ms: float
+    exposed_ms: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """How the plan was found. `gap`: how much better, relatively, another might be at most."""
+
+    status: str
+    gap: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All of the file.
+
+    Args:
+        model: what it is made for.
+        costs: the profile or the cluster that the times are from.
+        tensor: T, `--tensor-model-parallel-size`: the degree of embedding and head, and the largest that a block has.
+        data: data-parallel size.
+        micro_batch: samples of a micro-batch of T devices.
+        micro_batches: of an iteration.
+        schedule: as in --oases-schedule.
+        sub_batches: as in --oases-sub-batches.
+        layers: in order.
+        predicted: by the planner; null once somebody has changed the plan by hand.
+        solver: likewise.
+    """
+
+    version: int
+    model: ModelShape
+    costs: str
+    tensor: int
+    data: int
+    micro_batch: int
+    micro_batches: int
+    schedule: str
+    sub_batches: int
+    layers: tuple[LayerPlan, ...]
+    predicted: Predicted | None
+    solver: Solver | None
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != self.model.layers:
+            raise ValueError(f"layers are {len(self.layers)}, but model has {self.model.layers}")
+        for number, layer in enumerate(self.layers):
+            for name, degree in layer.degrees._asdict().items():
+                if error := self._refusal(degree):
+                    raise ValueError(f"layers[{number}]: {name}: degree {degree} {error}")
+
+    def _refusal(self, degree: int) -> str | None:
+        """Why a block cannot have that degree."""
+        if degree < 1 or self.tensor % degree:
+            divisors = [each for each in range(1, self.tensor + 1) if self.tensor % each == 0]
+            return f"does not divide tensor {self.tensor}; legal are {', '.join(map(str, divisors))}"
+        sub_groups = self.tensor // degree
+        samples = self.micro_batch / self.sub_batches
+        if samples % sub_groups:
+            return (
+                f"makes {self.tensor} / {degree} = {sub_groups} sub-groups, among which micro_batch {self.micro_batch} / "
+                f"sub_batches {self.sub_batches} = {samples:g} samples cannot be divided"
+            )
+        return None
+
+    @property
+    def short_form(self) -> str:
+        """Its degrees as in --oases-degrees."""
+        return format_degrees([layer.degrees for layer in self.layers])
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises `UsageError`, with the file and the key."""
+    return from_json(Plan, read_json_object(path, version=VERSION), str(path))
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Raises `UsageError`."""
+    write_json_object(path, to_json(plan))

@@ -1,0 +1,1 @@
+"""Chooses every block's tensor-parallel degree, and whether it is recomputed."""

@@ -1,0 +1,97 @@
+"""How plans look in a terminal, and why one was chosen."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rich.table import Table
+
+from megatron.oases.plan import format_degrees
+from megatron.oases.planner.program import solve
+from megatron.oases.planner.search import Candidate, scaled
+
+_GIB = 2**30
+_CHANGES = ((1.0, 1.2), (1.0, 0.8), (1.2, 1.0), (0.8, 1.0))
+
+
+def degrees_of(candidate: Candidate) -> str:
+    """The short form, as in --oases-degrees."""
+    return format_degrees([layer.degrees for layer in candidate.layers])
+
+
+def recomputed_of(candidate: Candidate) -> str:
+    """Which share of the blocks is recomputed."""
+    blocks = [block for layer in candidate.layers for block in (layer.attention, layer.mlp)]
+    return f"{sum(block.recomputed for block in blocks)} of {len(blocks)}"
+
+
+def plans_table(candidates: Sequence[Candidate], *, title: str) -> Table:
+    """One row a plan; the first is the best, which the others are compared with."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption="By the program's formulas. Exposed: communication that nothing hides. Gradients, optimizer: their reduction over "
+        "sub-groups and data parallelism, and Adam. Slower: than the first. Simulated: where the simulator can run the plan.",
+        caption_justify="left",
+    )
+    for heading in ("plan", "degrees"):
+        table.add_column(heading)
+    for heading in ("recomputed\nblocks", "iteration\nms", "slower", "compute\nms", "exposed\nms", "gradients,\noptimizer", "memory\nGiB", "simulated\nms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    first_ms = candidates[0].evaluation.iteration_ms
+    for candidate in candidates:
+        evaluation, simulated = candidate.evaluation, candidate.simulated
+        table.add_row(
+            candidate.name,
+            degrees_of(candidate),
+            recomputed_of(candidate),
+            f"{evaluation.iteration_ms:.1f}",
+            f"{evaluation.iteration_ms / first_ms - 1:.1%}",
+            f"{evaluation.compute_ms:.1f}",
+            f"{evaluation.exposed_ms:.1f}",
+            f"{evaluation.once_ms:.1f}",
+            f"{evaluation.memory_bytes / _GIB:.2f}",
+            "–" if simulated is None else f"{simulated.iteration_ms:.1f}",
+        )
+    return table
+
+
+def explanation(found: Sequence[Candidate]) -> Iterator[str]:
+    """What binds, and how close the next plan is."""
+    best, evaluation = found[0], found[0].evaluation
+    limit = best.problem.memory_bytes
+    if limit is None:
+        yield f"Memory: {evaluation.memory_bytes / _GIB:.2f} GiB; no limit is known."
+    else:
+        left = (limit - evaluation.memory_bytes) / _GIB
+        free = _without_limit(best)
+        yield f"Memory: {evaluation.memory_bytes / _GIB:.2f} of {limit / _GIB:.2f} GiB, {left:.2f} left."
+        if free < evaluation.iteration_ms * (1 - 1e-3):
+            yield f"Memory binds: without the limit the best plan would take {free:.1f} ms."
+    share = evaluation.exposed_ms / evaluation.transfer_ms if evaluation.transfer_ms else 0.0
+    yield (
+        f"Of {evaluation.transfer_ms:.1f} ms of communication {evaluation.exposed_ms:.1f} ms ({share:.0%}) stay exposed, "
+        f"beside {evaluation.compute_ms:.1f} ms of computation."
+    )
+    if len(found) > 1:
+        later = found[1].evaluation.iteration_ms / evaluation.iteration_ms - 1
+        yield f"Next best: {degrees_of(found[1])} ({found[1].name}), {later:.2%} slower."
+
+
+def changes_table(best: Candidate) -> Table:
+    """The best plan if communication or computation took 20 % more or less."""
+    table = Table(title="If it were otherwise", title_justify="left")
+    for heading in ("communication", "computation", "degrees"):
+        table.add_column(heading)
+    table.add_column("iteration\nms", justify="right")
+    for compute, communication in _CHANGES:
+        problem = scaled(best.problem, compute=compute, communication=communication)
+        (solution,) = solve(problem)
+        other = Candidate(name="", workload=best.workload, problem=problem, choices=solution.choices)
+        row = (f"x {communication:g}", f"x {compute:g}", degrees_of(other), f"{solution.evaluation.iteration_ms:.1f}")
+        table.add_row(*row)
+    return table
+
+
+def _without_limit(best: Candidate) -> float:
+    (solution,) = solve(replace(best.problem, memory_bytes=None))
+    return solution.evaluation.iteration_ms
