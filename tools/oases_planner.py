@@ -128,9 +128,10 @@ def _print(
 ) -> None:
     console: Console = output_console()
     best = found[0]
-    console.print(plans_table([*found, *uniform_plans(best, cost, system)], title=f"Plans for {costs}"))
+    plans = [*found, *uniform_plans(best, cost, system)]
+    console.print(plans_table(plans, title=f"Plans for {costs}"))
     if arguments.explain:
-        for line in explanation(found):
+        for line in explanation(plans):
             console.print(line)
         console.print(changes_table(best))
 

@@ -184,13 +184,13 @@ def test_a_slower_link_never_makes_a_plan_faster_and_lowers_degrees():
 
 
 def test_96_layers_with_6_degrees_and_recomputation():
-    """192 blocks, tied in 12 segments of 8 layers."""
+    """192 blocks, tied in 8 segments of 12 layers."""
     random_ = random.Random(11)
     degrees = (1, 2, 4, 8, 16, 32)
     layer = tuple(table(random_, degrees, (False, True)) for _ in range(2))
     end = Segment(parts=(table(random_, (32,)),))
     of = Problem(
-        segments=(end, *[Segment(parts=layer, repeats=8)] * 12, end),
+        segments=(end, *[Segment(parts=layer, repeats=12)] * 8, end),
         sub_batches=2,
         redistribution_ms={pair: (1.0, 1.0) for pair in itertools.permutations(degrees, 2)},
     )

@@ -79,7 +79,7 @@ class Infeasible(Exception):
         self.choices = choices
 
 
-def solve(problem: Problem, *, best: int = 1, gap: float = 1e-4, limit_s: float = 60.0) -> list[Solution]:
+def solve(problem: Problem, *, best: int = 1, gap: float = 1e-3, limit_s: float = 60.0) -> list[Solution]:
     """The best plans, best first; fewer than asked for where there are no more.
 
     Args:

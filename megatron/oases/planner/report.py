@@ -55,9 +55,9 @@ def plans_table(candidates: Sequence[Candidate], *, title: str) -> Table:
     return table
 
 
-def explanation(found: Sequence[Candidate]) -> Iterator[str]:
-    """What binds, and how close the next plan is."""
-    best, evaluation = found[0], found[0].evaluation
+def explanation(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """What binds for the first, and how close the next plan is."""
+    best, evaluation = candidates[0], candidates[0].evaluation
     limit = best.problem.memory_bytes
     if limit is None:
         yield f"Memory: {evaluation.memory_bytes / _GIB:.2f} GiB; no limit is known."
@@ -72,9 +72,11 @@ def explanation(found: Sequence[Candidate]) -> Iterator[str]:
         f"Of {evaluation.transfer_ms:.1f} ms of communication {evaluation.exposed_ms:.1f} ms ({share:.0%}) stay exposed, "
         f"beside {evaluation.compute_ms:.1f} ms of computation."
     )
-    if len(found) > 1:
-        later = found[1].evaluation.iteration_ms / evaluation.iteration_ms - 1
-        yield f"Next best: {degrees_of(found[1])} ({found[1].name}), {later:.2%} slower."
+    others = [candidate for candidate in candidates if candidate.layers != best.layers]
+    if others:
+        runner_up = min(others, key=lambda candidate: candidate.evaluation.iteration_ms)
+        later = runner_up.evaluation.iteration_ms / evaluation.iteration_ms - 1
+        yield f"Next best of the table: {degrees_of(runner_up)} ({runner_up.name}), {later:.1%} slower."
 
 
 def changes_table(best: Candidate) -> Table:

@@ -60,9 +60,8 @@ def search(
     sub_batches: Sequence[int],
     recomputation: Sequence[bool],
     memory_bytes: int | None,
-    best: int = 3,
 ) -> list[Candidate]:
-    """The best plans for each number of sub-batches, best first.
+    """The best plan for each number of sub-batches, best first.
 
     Args:
         cost: times of single operations, of the executor or, for a vanilla system, of Megatron.
@@ -72,7 +71,6 @@ def search(
         sub_batches: numbers to try.
         recomputation: whether blocks may be kept, recomputed, or both.
         memory_bytes: of a device.
-        best: how many plans of each number.
 
     Raises:
         Infeasible: none fits.
@@ -90,20 +88,19 @@ def search(
             memory_bytes=memory_bytes,
         )
         try:
-            solutions = solve(problem, best=best)
+            (solution,) = solve(problem)
         except Infeasible as error:
             smallest = min(error, smallest or error, key=lambda each: each.least_bytes)
             continue
-        for rank, solution in enumerate(solutions, 1):
-            candidates.append(
-                Candidate(
-                    name=f"plan {rank}, {count} sub-batch{'es' if count > 1 else ''}",
-                    workload=tried,
-                    problem=problem,
-                    choices=solution.choices,
-                    solution=solution,
-                )
+        candidates.append(
+            Candidate(
+                name=f"plan, {count} sub-batch{'es' if count > 1 else ''}",
+                workload=tried,
+                problem=problem,
+                choices=solution.choices,
+                solution=solution,
             )
+        )
     if not candidates:
         raise smallest
     found = (_simulated(candidate, cost, system) for candidate in candidates)

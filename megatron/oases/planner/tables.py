@@ -14,7 +14,7 @@ from megatron.oases.cost.workload import Workload
 from megatron.oases.planner.problem import Choice, ChoiceCost, Pass, Problem, Segment, Table
 from megatron.oases.schedule import Kind, Layout, Operation, Part, Role
 
-_MOST_SEGMENTS = 12  # of layers: so many can be solved in seconds
+_MOST_SEGMENTS = 8  # of layers: so many are solved in seconds, and twice as many gained 0.2 % on 96 layers
 _WGRADS = (Kind.WGRAD, Kind.ROW_WGRAD)
 
 
