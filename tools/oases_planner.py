@@ -21,10 +21,10 @@ from megatron.oases.cost.sources import cluster_source, profile_source  # noqa: 
 from megatron.oases.cost.system import System  # noqa: E402
 from megatron.oases.cost.workload import Workload  # noqa: E402
 from megatron.oases.errors import UsageError, exit_on_usage_error  # noqa: E402
-from megatron.oases.plan import Plan, Predicted, Solver, write_plan  # noqa: E402
+from megatron.oases.plan import Plan, Predicted, Solver, read_plan, write_plan  # noqa: E402
 from megatron.oases.plan.plan import VERSION  # noqa: E402
 from megatron.oases.planner.program import Infeasible  # noqa: E402
-from megatron.oases.planner.report import changes_table, explanation, plans_table  # noqa: E402
+from megatron.oases.planner.report import changes_table, differences_table, explanation, plans_table  # noqa: E402
 from megatron.oases.planner.search import Candidate, search, uniform_plans  # noqa: E402
 from megatron.oases.report.systems import SYSTEMS, planned_flags, system_flags, world_size  # noqa: E402
 from megatron.oases.report.tables import output_console  # noqa: E402
@@ -39,11 +39,13 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         description="Choose the tensor-parallel degree of every block, and which blocks are recomputed, so that an "
         "iteration takes least time within a device's memory. MEGATRON FLAGS are those of the training command; "
         "--tensor-model-parallel-size is the largest degree.",
-        usage="oases_planner.py (--cluster NAME|FILE | --profile FILE) [options] -- MEGATRON FLAGS",
+        usage="oases_planner.py (--cluster NAME|FILE | --profile FILE) [options] -- MEGATRON FLAGS\n"
+        "       oases_planner.py --diff PLAN PLAN",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--cluster", metavar="NAME|FILE", help="a shipped cluster, or a cluster file (YAML)")
     source.add_argument("--profile", type=Path, metavar="FILE", help="what tools/oases_profiler.py measured")
+    source.add_argument("--diff", type=Path, nargs=2, metavar="PLAN", help="say in what two plan files differ")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan there (JSON)")
     parser.add_argument("--world-size", type=int, metavar="N", help="devices (default: TP, that is DP 1)")
     parser.add_argument("--memory-gib", type=float, metavar="G", help="of a device (default: the cluster file's)")
@@ -57,6 +59,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--explain", action="store_true", help="say what binds, and what would change the plan")
     own, flags = split_at_double_dash(argv)
     arguments = parser.parse_args(own)
+    if arguments.diff is not None:
+        return arguments, []
     if not flags:
         raise UsageError("MEGATRON FLAGS are missing: write those of the training command after --")
     if arguments.memory_gib is not None and not 0 < arguments.memory_gib < float("inf"):
@@ -69,7 +73,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 def main() -> int:
     with exit_on_usage_error():
         arguments, flags = parse_arguments(sys.argv[1:])
-        plan(arguments, flags)
+        if arguments.diff is not None:
+            names = [str(path) for path in arguments.diff]
+            output_console().print(differences_table(names, [read_plan(path) for path in arguments.diff]))
+        else:
+            plan(arguments, flags)
     return 0
 
 

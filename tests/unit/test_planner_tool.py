@@ -11,10 +11,12 @@ from megatron.oases.cost.cluster_file import load_cluster
 from megatron.oases.cost.iteration import Simulator
 from megatron.oases.cost.roofline import RooflineCost
 from megatron.oases.cost.system import System
-from megatron.oases.plan import read_plan
+from megatron.oases.plan import BlockPlan, LayerPlan, read_plan, write_plan
 from megatron.oases.planner.problem import Choice, evaluate
 from megatron.oases.planner.search import search, uniform_plans
 from megatron.oases.planner.tables import legal_degrees, problem_of, segment_sizes
+from tests.unit.profiles import MODEL
+from tests.unit.test_plan import plan
 from tests.unit.test_roofline import shape, workload
 from tools import oases_planner
 
@@ -32,10 +34,10 @@ def test_a_plan_is_printed_explained_and_written(tmp_path):
     file = tmp_path / "plan.json"
     done = _tool("--cluster", "rtx3090x4", "--explain", "--output", str(file), "--", *TRAINING)
     assert done.returncode == 0, done.stderr
-    plan = read_plan(file)
-    assert plan.short_form in done.stdout and f"{plan.predicted.iteration_ms:.1f}" in done.stdout
+    chosen = read_plan(file)
+    assert chosen.short_form in done.stdout and f"{chosen.predicted.iteration_ms:.1f}" in done.stdout
     assert "Memory: " in done.stdout and "x 1.2" in done.stdout
-    assert (plan.tensor, plan.data, len(plan.layers)) == (4, 1, 6)
+    assert (chosen.tensor, chosen.data, len(chosen.layers)) == (4, 1, 6)
 
 
 def test_what_does_not_fit_writes_no_file(tmp_path):
@@ -68,6 +70,19 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, argv, part):
     assert (ended.value.code, captured.out) == (2, "")
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ") and part in line
+
+
+def test_two_plans_are_told_apart(tmp_path):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    block = BlockPlan(degree=4, recomputed=False)
+    write_plan(first, plan())
+    write_plan(second, plan(layers=(LayerPlan(attention=block, mlp=block),) * MODEL.layers, predicted=None))
+    done = _tool("--diff", str(first), str(second))
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "│" in line]
+    assert any("degrees" in row and f"2x{MODEL.layers}" in row and f"4x{MODEL.layers}" in row for row in rows)
+    assert any("predicted iteration" in row and "1.5" in row and "–" in row for row in rows)
+    assert not any("sub_batches" in row or "hidden_size" in row for row in rows)
 
 
 # The tables.

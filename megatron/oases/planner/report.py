@@ -1,11 +1,12 @@
 """How plans look in a terminal, and why one was chosen."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import groupby
 
 from rich.table import Table
 
-from megatron.oases.plan import format_degrees
+from megatron.oases.plan import Plan, format_degrees
 from megatron.oases.planner.program import solve
 from megatron.oases.planner.search import Candidate, scaled
 
@@ -92,6 +93,35 @@ def changes_table(best: Candidate) -> Table:
         row = (f"x {communication:g}", f"x {compute:g}", degrees_of(other), f"{solution.evaluation.iteration_ms:.1f}")
         table.add_row(*row)
     return table
+
+
+def differences_table(names: Sequence[str], plans: Sequence[Plan]) -> Table:
+    """What differs between two plans, run-lengths for degrees and for recomputation."""
+    table = Table(title="Differences", title_justify="left")
+    for heading in ("", *names):
+        table.add_column(heading)
+    for (name, first), (_, second) in zip(*(_facts(plan).items() for plan in plans), strict=True):
+        if first != second:
+            table.add_row(name, first, second)
+    if not table.rows:
+        table.add_row("none", "", "")
+    return table
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    facts = {
+        f"model: {field.name}": str(getattr(plan.model, field.name)) for field in fields(plan.model)
+    }
+    names = ("costs", "tensor", "data", "micro_batch", "micro_batches", "schedule", "sub_batches")
+    facts |= {name: str(getattr(plan, name)) for name in names}
+    recomputed = [f"{layer.attention.recomputed:d}/{layer.mlp.recomputed:d}" for layer in plan.layers]
+    facts["degrees"] = plan.short_form
+    facts["recomputed (attention/MLP)"] = ",".join(f"{each}x{len(list(run))}" for each, run in groupby(recomputed))
+    predicted = plan.predicted
+    facts["predicted iteration, ms"] = "–" if predicted is None else f"{predicted.iteration_ms:.1f}"
+    facts["predicted exposed, ms"] = "–" if predicted is None else f"{predicted.exposed_ms:.1f}"
+    facts["predicted memory, GiB"] = "–" if predicted is None else f"{predicted.memory_bytes / _GIB:.2f}"
+    return facts
 
 
 def _without_limit(best: Candidate) -> float:
