@@ -167,7 +167,10 @@ def _write(arguments: Namespace, predictions: Mapping[str, Prediction]) -> None:
     if arguments.png is not None:
         from megatron.oases.report.timeline import draw_timeline
 
-        draw_timeline(predictions, arguments.png)
+        try:
+            draw_timeline(predictions, arguments.png)
+        except OSError as error:
+            raise UsageError(f"--png {arguments.png} cannot be written: {error.strerror}") from None
     if arguments.json is not None:
         systems = {name: prediction.to_json() for name, prediction in predictions.items()}
         _write_json("--json", arguments.json, {"systems": systems, "command": shlex.join(["python", *sys.argv])})

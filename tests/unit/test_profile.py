@@ -72,6 +72,8 @@ def test_not_a_file_and_not_json(tmp_path):
         (lambda d: d["operations"][0].update(median_ms="3"), "operations[0]: median_ms must be a number, not '3'"),
         (lambda d: d["operations"][0].update(samples=1.5), "operations[0]: samples must be a whole number, not 1.5"),
         (lambda d: d["operations"][0].update(kept=1), "kept must be true or false, not 1"),
+        (lambda d: d["operations"][0].update(median_ms=10**400), "median_ms is 1000000000000000000000"),
+        (lambda d: d["collectives"][0].update(stride=0), "collectives[0]: a group of"),
         (lambda d: d["operations"][0].update(samples=True), "samples must be a whole number, not True"),
         (lambda d: d["operations"][0].update(kind="fly"), "operations[0]: kind is 'fly', must be one of forward"),
         (lambda d: d["operations"][0].update(median_ms=math.nan), "[0]: median_ms is nan, which is not finite"),
@@ -216,6 +218,13 @@ def test_a_profile_of_something_else_is_refused(file, changes, said):
     with pytest.raises(UsageError) as refused:
         load_profile_cost(file, workload(**changes))
     assert said in str(refused.value) and str(file) in str(refused.value)
+
+
+def test_a_vocabulary_padded_for_another_degree_is_the_same_one(file):
+    padded = dataclasses.replace(MODEL, padded_vocabulary=MODEL.padded_vocabulary + 1)
+    load_profile_cost(file, workload(model=padded, tensor=1))
+    with pytest.raises(UsageError, match="padded_vocabulary is"):
+        load_profile_cost(file, workload(model=padded))
 
 
 def test_more_layers_than_profiled_are_no_other_model(file):

@@ -61,7 +61,10 @@ TRAINING = """--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-len
 
 def test_a_training_command_is_taken_as_it_is(tmp_path):
     file = tmp_path / "o.json"
-    done = _tool("--cluster", "emulated", "--json", str(file), "--", *TRAINING, "--train-samples", "400")
+    elsewhere = """--train-samples 400 --data-path 0.5 /no/such/a 0.5 /no/such/b --split 98,2,0 --lr 3e-4 --lr-warmup-samples 100
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model /no/such.model --save /no/such/folder --save-interval 5
+        --load /no/such/folder --tensorboard-dir /no/such/logs --log-throughput""".split()
+    done = _tool("--cluster", "emulated", "--json", str(file), "--", *TRAINING, *elsewhere)
     assert done.returncode == 0, done.stderr
     oases = json.loads(file.read_text())["systems"]["oases"]
     assert oases["tokens_per_s"] == pytest.approx(4 * 64 / oases["iteration_ms"] * 1e3)

@@ -63,7 +63,7 @@ def _parse(path: Path) -> object:
         mark = error.problem_mark
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise UsageError(f"{path}: not valid YAML{where}: {error.problem}", every_rank=False) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())}", every_rank=False) from None
 
 

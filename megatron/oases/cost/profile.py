@@ -22,6 +22,8 @@ from megatron.oases.schedule import Kind, Part, Role
 
 # Beyond the largest measured number of samples the last slope is followed up to this many times that number.
 _MOST_EXTRAPOLATED = 2
+# A vocabulary that differs by less than this share is the same one, padded otherwise.
+_SAME_VOCABULARY = 0.01
 
 
 class ProfileCost:
@@ -161,7 +163,12 @@ def load_profile_cost(path: Path, workload: Workload) -> ProfileCost:
     """
     profile = read_profile(path)
     ours = profile.fingerprint
-    if difference := first_difference(ours.model, workload.model, but=("layers",)):
+    # Megatron pads the vocabulary to a multiple of the TP degree, so another degree may have a few rows more.
+    may_differ = ["layers"]
+    vocabulary, here = ours.model.padded_vocabulary, workload.model.padded_vocabulary
+    if ours.layout.tensor != workload.tensor and abs(vocabulary - here) < _SAME_VOCABULARY * here:
+        may_differ.append("padded_vocabulary")
+    if difference := first_difference(ours.model, workload.model, but=tuple(may_differ)):
         raise UsageError(f"{path} is of another model: {difference}")
     degrees = {cell.degree for cell in profile.operations}
     if workload.tensor not in degrees:

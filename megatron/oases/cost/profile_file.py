@@ -145,6 +145,7 @@ class CollectiveSeries:
             raise ValueError(f"the sizes of {self.collective.value} do not increase")
         if (self.missing is None) != (self.fit is not None and len(sizes) > 1):
             raise ValueError(f"{self.collective.value} needs two points and a fit, or a reason in missing")
+        assert self.group  # an impossible one is a ValueError
 
     @property
     def group(self) -> Group:

@@ -6,8 +6,8 @@ nothing is converted and nothing is filled in, and the message names the file an
 
 import dataclasses
 import json
-import math
 import os
+import sys
 import types
 import typing
 from enum import Enum
@@ -50,7 +50,7 @@ def from_json(kind: type[T], value: Any, where: str) -> T:
         return kind(value)
     is_right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     _require(is_right, f"{where} must be {_NAMES[kind]}, not {_shown(value)}")
-    _require(kind is not float or math.isfinite(value), f"{where} is {value}, which is not finite")
+    _require(kind is not float or abs(value) <= sys.float_info.max, f"{where} is {_shown(value)}, which is not finite")
     return float(value) if kind is float else value
 
 
@@ -86,7 +86,7 @@ def read_json_object(path: Path, *, version: int) -> dict:
         data = json.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise UsageError(f"{path} must hold a JSON object")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
 
+from rich.markup import escape
 from rich.table import Table
 
 from megatron.oases.plan import Plan, format_degrees
@@ -28,7 +29,7 @@ def recomputed_of(candidate: Candidate) -> str:
 def plans_table(candidates: Sequence[Candidate], *, title: str) -> Table:
     """One row a plan; the first is the best, which the others are compared with."""
     table = Table(
-        title=title,
+        title=escape(title),
         title_justify="left",
         caption="By the program's formulas. Exposed: communication that nothing hides. Gradients, optimizer: their reduction over "
         "sub-groups and data parallelism, and Adam. Slower: than the first. Simulated: where the simulator can run the plan.",
@@ -99,10 +100,10 @@ def differences_table(names: Sequence[str], plans: Sequence[Plan]) -> Table:
     """What differs between two plans, run-lengths for degrees and for recomputation."""
     table = Table(title="Differences", title_justify="left")
     for heading in ("", *names):
-        table.add_column(heading)
+        table.add_column(escape(heading))
     for (name, first), (_, second) in zip(*(_facts(plan).items() for plan in plans), strict=True):
         if first != second:
-            table.add_row(name, first, second)
+            table.add_row(name, escape(first), escape(second))
     if not table.rows:
         table.add_row("none", "", "")
     return table

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
 from megatron.oases.cost.result import Prediction, StagePrediction
@@ -12,7 +13,7 @@ _GIB = 2**30
 def predictions_table(predictions: Mapping[str, Prediction], *, title: str) -> Table:
     """One row a system; the first is what the others are compared with."""
     table = Table(
-        title=title,
+        title=escape(title),
         title_justify="left",
         caption="Compute and communication: each alone, of the stage that waits least for others. Exposed: what "
         "communication adds. Peak memory: of the device that needs most.",

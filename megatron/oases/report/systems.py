@@ -1,6 +1,7 @@
 """What is compared, and on which workload: command lines of pretrain_gpt.py, so that anyone can run them by hand."""
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -30,8 +31,14 @@ _REFERENCE_WORKLOAD = """
     --eval-iters 0 --eval-interval 1000000000 --log-interval 1
 """
 
+# What no time depends on: data, checkpoints, logs, learning rate. Files that a training command names need not be here.
+_WITHOUT_INFLUENCE = re.compile(
+    "--((train-|valid-|test-)?data-path|data-args-path|data-cache-path|mock-data|split|train-iters|train-samples|"
+    "(lr|min-lr|save|load|tensorboard|wandb|eval|log)(-.*)?|oases-report)"
+)
+_TOKENIZER = re.compile("--(tokenizer-.*|vocab-file|merge-file)")
 # The vocabulary's size has influence: with the NullTokenizer Megatron asks for it.
-_WITHOUT_INFLUENCE = "--tokenizer-type NullTokenizer --mock-data --lr 1e-4 --eval-iters 0 --eval-interval 1000000000"
+_IN_ITS_PLACE = "--mock-data --train-iters 1 --lr 1e-4 --eval-iters 0 --eval-interval 1000000000 --log-interval 1"
 
 # Megatron's own attention is slower than torch's: the baseline gets the faster one as well.
 _FASTEST_WITHOUT_TRANSFORMER_ENGINE = ("--oases-core-attention", "sdpa")
@@ -54,10 +61,22 @@ def shared_flags(*, recompute: str, iterations: int, overrides: Sequence[str]) -
 
 
 def planned_flags(flags: Sequence[str]) -> list[str]:
-    """A training command's flags, with those put in front that no time depends on, so that they may be left out."""
-    given = {flag.partition("=")[0] for flag in flags}
-    length = () if "--train-samples" in given else ("--train-iters", "1")
-    return [*_WITHOUT_INFLUENCE.split(), *length, *flags]
+    """A training command's flags, with stand-ins for those that no time depends on.
+
+    The tokenizer is one of them where `--vocab-size` says what there is to know of it.
+    """
+    names = {flag.partition("=")[0] for flag in flags}
+    without_tokenizer = "--vocab-size" in names or not any(map(_TOKENIZER.fullmatch, names))
+    kept, keeps = [], True
+    for flag in flags:
+        if flag.startswith("--"):  # else a value, which goes with its flag
+            name = flag.partition("=")[0]
+            drops_tokenizer = without_tokenizer and _TOKENIZER.fullmatch(name)
+            keeps = not (_WITHOUT_INFLUENCE.fullmatch(name) or drops_tokenizer)
+        if keeps:
+            kept.append(flag)
+    tokenizer = ("--tokenizer-type", "NullTokenizer") if without_tokenizer else ()
+    return [*_IN_ITS_PLACE.split(), *tokenizer, *kept]
 
 
 def system_flags(system: str) -> tuple[str, ...]:
