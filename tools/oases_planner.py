@@ -26,7 +26,7 @@ from megatron.oases.plan.plan import VERSION  # noqa: E402
 from megatron.oases.planner.program import Infeasible  # noqa: E402
 from megatron.oases.planner.report import changes_table, differences_table, explanation, plans_table  # noqa: E402
 from megatron.oases.planner.search import Candidate, search, uniform_plans  # noqa: E402
-from megatron.oases.report.systems import SYSTEMS, planned_flags, system_flags, world_size  # noqa: E402
+from megatron.oases.report.systems import SYSTEMS, checked_world_size, planned_flags, system_flags  # noqa: E402
 from megatron.oases.report.tables import output_console  # noqa: E402
 
 _GIB = 2**30
@@ -87,10 +87,7 @@ def plan(arguments: Namespace, flags: Sequence[str]) -> None:
     parser = FlagParser(flags)
     from megatron.oases.cost.flags import system_of, workload_of
 
-    least = world_size(flags)
-    ranks = arguments.world_size if arguments.world_size is not None else least
-    if ranks < 1 or ranks % least:
-        raise UsageError(f"--world-size {ranks} is not a multiple of --tensor-model-parallel-size {least}")
+    ranks = checked_world_size(arguments.world_size, flags)
     args, config = parser.parse([*flags, *system_flags(arguments.system)], world_size=ranks)
     workload = workload_of(args, config, on_cpu=source.on_cpu)
     if workload.pipeline > 1:

@@ -29,7 +29,14 @@ from megatron.oases.report.machine import describe_machine  # noqa: E402
 from megatron.oases.report.predictions import memory_table, predictions_table, times_table  # noqa: E402
 from megatron.oases.report.progress import runs_progress  # noqa: E402
 from megatron.oases.report.runs import REPOSITORY, RunFailed  # noqa: E402
-from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, planned_flags, shared_flags, system_flags, world_size  # noqa: E402
+from megatron.oases.report.systems import (  # noqa: E402
+    RECOMPUTE,
+    SYSTEMS,
+    checked_world_size,
+    planned_flags,
+    shared_flags,
+    system_flags,
+)
 from megatron.oases.report.tables import output_console  # noqa: E402
 from megatron.oases.report.trace import chrome_trace  # noqa: E402
 from megatron.oases.report.validation import (  # noqa: E402
@@ -141,10 +148,7 @@ def run_prediction(arguments: Namespace, flags: Sequence[str]) -> None:
         source = cluster_source(arguments.cluster)
     else:
         source = profile_source(arguments.profile)
-    least = world_size(flags)
-    ranks = arguments.world_size if arguments.world_size is not None else least
-    if ranks < 1 or ranks % least:
-        raise UsageError(f"--world-size {ranks} is not a multiple of TP x PP = {least}")
+    ranks = checked_world_size(arguments.world_size, flags)
     predictions = predict(
         flags,
         arguments.systems,

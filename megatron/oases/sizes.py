@@ -66,6 +66,12 @@ def indivisible(flag: str, size: int, of_flag: str, parts: int) -> str:
     return f"{flag} {size} is not divisible by {of_flag} {parts}: {size} = {size // parts} x {parts} + {size % parts}"
 
 
+def sub_batch_sizes(samples: int, count: int) -> tuple[int, ...]:
+    """Samples of each of `count` sub-batches; the first ones are larger where it does not divide."""
+    base, larger = divmod(samples, count)
+    return tuple(base + (i < larger) for i in range(count))
+
+
 def counted(count: int, noun: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -90,8 +90,9 @@ def test_written_and_read_again(tmp_path):
     [
         (lambda d: d["layers"][0]["mlp"].update(degree=3), "layers[0]: mlp: degree 3 does not divide tensor 4; legal are 1, 2, 4"),
         (lambda d: d["layers"][1]["attention"].update(degree=8), "layers[1]: attention: degree 8 does not divide"),
-        (lambda d: d["layers"][0]["mlp"].update(degree=1), "4 sub-groups, among which micro_batch 4 / sub_batches 2 = 2 samples"),
+        (lambda d: d["layers"][0]["mlp"].update(degree=1), "4 sub-groups, among which micro_batch 4 in 2 sub_batches of 2 + 2 samples"),
         (lambda d: d["layers"].pop(), "layers are"),
+        (lambda d: d.update(sub_batches=0), "sub_batches 0 must be at least 1"),
         (lambda d: d["layers"][0]["mlp"].update(degree="2"), "degree must be a whole number, not '2'"),
         (lambda d: d["layers"][0]["mlp"].pop("recomputed"), "recomputed is missing"),
         (lambda d: d.update(version=9), "version is 9; this tool reads version 1"),
@@ -107,6 +108,12 @@ def test_a_plan_edited_by_hand_is_checked(tmp_path, edit, said):
     with pytest.raises(UsageError) as refused:
         read_plan(file)
     assert said in str(refused.value) and str(file) in str(refused.value)
+
+
+def test_uneven_sub_batches_take_the_largest_degree():
+    block = BlockPlan(degree=4, recomputed=False)
+    layers = (LayerPlan(attention=block, mlp=block),) * MODEL.layers
+    assert plan(micro_batch=3, layers=layers).short_form == f"4x{MODEL.layers}"
 
 
 def test_without_prediction_a_plan_is_one(tmp_path):

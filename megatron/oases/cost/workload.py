@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron.oases.cost.model import Group
 from megatron.oases.schedule import Part, Role, build_chain
+from megatron.oases.sizes import sub_batch_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +155,7 @@ class Workload:
         """Samples of each sub-batch; the first ones are larger where it does not divide."""
         if self.along_sequence:
             return (self.micro_batch,) * self.sub_batches
-        base, larger = divmod(self.micro_batch, self.sub_batches)
-        return tuple(base + (i < larger) for i in range(self.sub_batches))
+        return sub_batch_sizes(self.micro_batch, self.sub_batches)
 
     def chain(self, stage: int, *, keeps_last_layer: bool) -> tuple[Part, ...]:
         """The parts of pipeline stage `stage`; see `build_chain`."""

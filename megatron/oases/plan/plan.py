@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.oases.cost.records import from_json, read_json_object, to_json, write_json_object
 from megatron.oases.cost.workload import ModelShape
 from megatron.oases.plan.degrees import LayerDegrees, format_degrees
+from megatron.oases.sizes import sub_batch_sizes
 
 VERSION = 1
 
@@ -85,6 +86,9 @@ class Plan:
     solver: Solver | None
 
     def __post_init__(self) -> None:
+        for name in ("tensor", "data", "micro_batch", "micro_batches", "sub_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         if len(self.layers) != self.model.layers:
             raise ValueError(f"layers are {len(self.layers)}, but model has {self.model.layers}")
         for number, layer in enumerate(self.layers):
@@ -98,11 +102,11 @@ class Plan:
             divisors = [each for each in range(1, self.tensor + 1) if self.tensor % each == 0]
             return f"does not divide tensor {self.tensor}; legal are {', '.join(map(str, divisors))}"
         sub_groups = self.tensor // degree
-        samples = self.micro_batch / self.sub_batches
-        if samples % sub_groups:
+        sizes = sub_batch_sizes(self.micro_batch, self.sub_batches)
+        if any(size % sub_groups for size in sizes):
             return (
-                f"makes {self.tensor} / {degree} = {sub_groups} sub-groups, among which micro_batch {self.micro_batch} / "
-                f"sub_batches {self.sub_batches} = {samples:g} samples cannot be divided"
+                f"makes {self.tensor} / {degree} = {sub_groups} sub-groups, among which micro_batch {self.micro_batch} in "
+                f"{self.sub_batches} sub_batches of {' + '.join(map(str, sizes))} samples cannot be divided"
             )
         return None
 

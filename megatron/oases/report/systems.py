@@ -111,5 +111,14 @@ def world_size(flags: Sequence[str]) -> int:
     return ranks
 
 
+def checked_world_size(asked: int | None, flags: Sequence[str]) -> int:
+    """--world-size, or where it is not given the ranks of one model replica."""
+    replica = world_size(flags)
+    ranks = replica if asked is None else asked
+    if ranks < 1 or ranks % replica:
+        raise UsageError(f"--world-size {ranks} is not a multiple of TP x PP = {replica}")
+    return ranks
+
+
 def _refuse(message: str) -> None:
     raise UsageError(message)
