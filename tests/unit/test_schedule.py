@@ -16,18 +16,28 @@ from megatron.oases.schedule import (
     build_megatron_schedule,
     build_oases_schedule,
     collectives,
+    enclose,
     validate,
 )
 
 E, H = Part(Role.EMBEDDING), Part(Role.HEAD)
 A, M = Part(Role.ATTENTION), Part(Role.MLP)
 RA, RM = Part(Role.ATTENTION, recomputed=True), Part(Role.MLP, recomputed=True)
+
+
+def _half(part, sub_groups):
+    return dataclasses.replace(part, sub_groups=sub_groups)
+
+
 CHAINS = {
     "one block": [A],
     "middle stage": [RA, RM, A, M],
     "first stage": [E, A, RM],
     "last stage": [RA, RM, A, M, H],
     "whole": [E, RA, RM, RA, RM, H],
+    # Where the number of sub-groups changes: at the ends, inside a layer, between 2 and 3.
+    "sub-groups": [E, _half(RA, 2), RM, A, _half(RM, 4), _half(RA, 2), _half(RM, 2), H],
+    "middle stage with sub-groups": [_half(RA, 2), _half(RM, 3), _half(A, 3), _half(M, 2), Part(Role.EXIT)],
 }
 
 
@@ -171,8 +181,35 @@ def test_which_layers_are_recomputed(head, keeps_last_layer, recomputed_layers, 
 def test_what_is_never_recomputed_is_refused():
     with pytest.raises(ValueError, match="the head is never recomputed"):
         Part(Role.HEAD, recomputed=True)
+    with pytest.raises(ValueError, match="the head has 2 sub-groups"):
+        Part(Role.HEAD, sub_groups=2)
     with pytest.raises(ValueError, match="needs the output of the row-parallel GEMM"):
         Layout(chain=(RA, RM), sub_batches=1, repeats_collectives=True)
+
+
+def test_what_becomes_smaller_is_sliced_and_only_what_grows_is_sent():
+    layout = Layout(chain=(E, _half(RA, 2), RM, H), sub_batches=2)
+    assert layout.forward_kinds(1)[:2] == (Kind.ENTER, Kind.FORWARD)
+    assert layout.backward_kinds(1)[-3:] == (Kind.NORM_GRAD, Kind.RESHARD_GRAD, Kind.LEAVE)
+    assert layout.forward_kinds(2)[:3] == (Kind.RESHARD, Kind.ENTER, Kind.FORWARD)
+    assert layout.backward_kinds(2)[-2:] == (Kind.NORM_GRAD, Kind.LEAVE)
+    assert not {Kind.ENTER, Kind.LEAVE} & {*layout.forward_kinds(3), *layout.backward_kinds(3)}
+    along = dataclasses.replace(layout, sequence_parallel=True)  # then both directions exchange parts of the sequence
+    assert along.forward_kinds(1)[:2] == along.forward_kinds(2)[:2] == (Kind.RESHARD, Kind.ENTER)
+    assert along.backward_kinds(2)[-2:] == (Kind.RESHARD_GRAD, Kind.LEAVE)
+
+
+def test_megatron_reshards_again_inside_a_recomputed_layer():
+    order = _build_megatron([RA, _half(RM, 2), _half(A, 2), M, H]).backward
+    assert [str(op) for op in order if op.kind in (Kind.REJOIN, Kind.RERESHARD, Kind.REENTER, Kind.RECOMPUTE)] == [
+        *("recompute(0,0)", "rejoin(0,0)", "reenter(1,0)", "recompute(1,0)", "rejoin(1,0)")
+    ]
+
+
+def test_a_stage_hands_whole_micro_batches_on():
+    assert enclose([A, _half(M, 2)], embedding=True, head=False) == (E, A, _half(M, 2), Part(Role.EXIT))
+    assert enclose([A, _half(M, 2)], embedding=False, head=True)[-1] == H
+    assert enclose([_half(A, 2), M], embedding=False, head=False)[-1] == M
 
 
 def test_digest_tells_orders_apart():
@@ -180,6 +217,7 @@ def test_digest_tells_orders_apart():
     other = _build([RA, M], 2)
     assert one.digest() == _build([RA, RM], 2).digest()
     assert one.digest() != other.digest()
+    assert _build([_half(RA, 2)]).digest() != _build([_half(RA, 4)]).digest()
 
 
 def _with(name, change):

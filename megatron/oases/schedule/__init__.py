@@ -1,7 +1,7 @@
 """A schedule is data: ordered operations over (part of the model, sub-batch), built here and only read elsewhere."""
 
 from megatron.oases.schedule.ablation import MEANING, Idea
-from megatron.oases.schedule.chain import build_chain
+from megatron.oases.schedule.chain import build_chain, enclose
 from megatron.oases.schedule.layout import Layout, Schedule
 from megatron.oases.schedule.megatron import build_megatron_schedule
 from megatron.oases.schedule.oases import build_oases_schedule
@@ -25,6 +25,7 @@ __all__ = [
     "build_megatron_schedule",
     "build_oases_schedule",
     "collectives",
+    "enclose",
     "validate",
     "walk",
 ]

@@ -1,6 +1,25 @@
 """The parts of a pipeline stage, in order: the same for whoever runs it and whoever only predicts it."""
 
+from collections.abc import Iterable
+
 from megatron.oases.schedule.operation import Part, Role
+
+
+def enclose(blocks: Iterable[Part], *, embedding: bool, head: bool) -> tuple[Part, ...]:
+    """The chain of a stage with these blocks.
+
+    Args:
+        blocks: attention and MLP of every layer.
+        embedding: whether the stage begins with the embedding.
+        head: whether it ends with the head. A stage that does not hands whole micro-batches on.
+    """
+    chain = [Part(Role.EMBEDDING)] if embedding else []
+    chain += blocks
+    if head:
+        chain.append(Part(Role.HEAD))
+    elif chain[-1].sub_groups > 1:
+        chain.append(Part(Role.EXIT))
+    return tuple(chain)
 
 
 def build_chain(
@@ -25,8 +44,8 @@ def build_chain(
     """
     if keeps_last_layer and head and recomputed_layers == layers:
         recomputed_layers -= 1
-    chain = [Part(Role.EMBEDDING)] if embedding else []
+    blocks = []
     for layer in range(layers):
         recomputed = layer < recomputed_layers
-        chain += [Part(Role.ATTENTION, recomputed), Part(Role.MLP, recomputed or recomputes_mlps)]
-    return (*chain, Part(Role.HEAD)) if head else tuple(chain)
+        blocks += [Part(Role.ATTENTION, recomputed), Part(Role.MLP, recomputed or recomputes_mlps)]
+    return enclose(blocks, embedding=embedding, head=head)

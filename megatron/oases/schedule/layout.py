@@ -38,7 +38,7 @@ class Layout:
             raise ValueError(f"sub_batches is {self.sub_batches}, must be at least 1")
         for place, part in enumerate(self.chain):
             is_inside = part.role is Role.EMBEDDING and place != 0
-            is_inside |= part.role is Role.HEAD and place != len(self.chain) - 1
+            is_inside |= part.role in (Role.HEAD, Role.EXIT) and place != len(self.chain) - 1
             if is_inside:
                 raise ValueError(f"the {part.role.value} stands at place {place} of {len(self.chain)}")
         if self.along_sequence and self.sequence_parallel:
@@ -55,38 +55,64 @@ class Layout:
         return self.chain[-1].role is Role.HEAD
 
     def computes_as(self, kind: Kind) -> Kind:
-        """The kind whose computation an operation repeats: FORWARD or JOIN in what Megatron recomputes; else its own."""
+        """The kind whose computation an operation repeats: FORWARD, JOIN, ENTER in what Megatron recomputes; else its own."""
         if kind is Kind.RECOMPUTE and self.recomputes_row_parallel:
             return Kind.FORWARD
-        return Kind.JOIN if kind is Kind.REJOIN else kind
+        return {Kind.REJOIN: Kind.JOIN, Kind.REENTER: Kind.ENTER}.get(kind, kind)
+
+    def sub_groups_before(self, place: int) -> int:
+        """How many sub-groups share what enters a part. Stages hand whole micro-batches on."""
+        return self.chain[place - 1].sub_groups if place > 0 else 1
 
     def forward_kinds(self, place: int) -> tuple[Kind, ...]:
         """The operations of a part in the forward pass, in order, for each sub-batch."""
+        enter = self._resharding(place, Kind.RESHARD, Kind.ENTER)
+        if self.chain[place].role is Role.EXIT:
+            return enter
         gather = (Kind.NORM, Kind.GATHER) if self._gathers(place) else ()
         ends = () if self.chain[place].role is Role.HEAD else (Kind.REDUCE, Kind.JOIN)
-        return gather + (Kind.FORWARD,) + ends
+        return enter + gather + (Kind.FORWARD,) + ends
 
     def recompute_kinds(self, place: int) -> tuple[Kind, ...]:
         """The operations that recompute a part, in order, for each sub-batch."""
         if not self.chain[place].recomputed:
             return ()
+        enter = self._resharding(place, Kind.RERESHARD, Kind.REENTER) if self._is_recomputed_from_inside(place) else ()
         gather = (Kind.RENORM, Kind.REGATHER) if self._gathers(place) else ()
         repeated = (Kind.REREDUCE, Kind.REJOIN) if self.repeats_collectives else ()
-        return gather + (Kind.RECOMPUTE,) + repeated
+        return enter + gather + (Kind.RECOMPUTE,) + repeated
 
     def backward_kinds(self, place: int) -> tuple[Kind, ...]:
         """The operations of a part in the backward pass, in order, for each sub-batch."""
         role = self.chain[place].role
         if role is Role.EMBEDDING:
             return ()
+        leave = self._resharding(place, Kind.RESHARD_GRAD, Kind.LEAVE)
+        if role is Role.EXIT:
+            return leave
         gather = (Kind.JOIN_GRAD, Kind.GATHER_GRAD) if self._gathers(place) and role is not Role.HEAD else ()
         if self._gathers(place) and self.repeats_collectives:
             gather += (Kind.GATHER_INPUT,)
         row = () if role is Role.HEAD else (Kind.ROW_WGRAD,)
-        return gather + (Kind.DGRAD, Kind.REDUCE_GRAD, Kind.WGRAD, *row, Kind.NORM_GRAD)
+        return gather + (Kind.DGRAD, Kind.REDUCE_GRAD, Kind.WGRAD, *row, Kind.NORM_GRAD) + leave
 
     def _gathers(self, place: int) -> bool:
         return self.sequence_parallel and self.chain[place].role is not Role.EMBEDDING
+
+    def _resharding(self, place: int, starts: Kind, waits: Kind) -> tuple[Kind, ...]:
+        """What brings x into a part, or its gradient out of it, if its number of sub-groups is not that before it."""
+        source, target = self.sub_groups_before(place), self.chain[place].sub_groups
+        if source == target:
+            return ()
+        if starts is Kind.RESHARD_GRAD:
+            source, target = target, source
+        is_slice = target % source == 0 and not self.sequence_parallel
+        return (waits,) if is_slice else (starts, waits)
+
+    def _is_recomputed_from_inside(self, place: int) -> bool:
+        """Whether a recomputed block's input is not kept but recomputed: of an MLP whose whole layer is recomputed."""
+        is_second = self.repeats_collectives and self.chain[place].role is Role.MLP
+        return is_second and self.chain[place].recomputed and self.chain[place - 1].recomputed
 
     def forward_operations(self) -> set[Operation]:
         """All that the forward pass of one micro-batch consists of."""
@@ -135,35 +161,20 @@ class Layout:
         def upstream() -> tuple[Operation, ...]:
             if part.role is Role.HEAD:
                 return (at(Kind.LOSS_GRAD, place, 0),)
-            return (at(Kind.NORM_GRAD, place + 1),) if place + 1 < len(self.chain) else ()
+            return (at(self.backward_kinds(place + 1)[-1], place + 1),) if place + 1 < len(self.chain) else ()
 
+        for kinds in (self.forward_kinds(place), self.recompute_kinds(place)):
+            if operation.kind in kinds[1:]:
+                return (at(kinds[kinds.index(operation.kind) - 1]),)
         match operation.kind:
-            case kind if kind is self.forward_kinds(place)[0]:
-                return (at(Kind.JOIN, place - 1),) if place > 0 else ()
-            case Kind.GATHER:
-                return (at(Kind.NORM),)
-            case Kind.FORWARD:
-                return (at(Kind.GATHER),)
-            case Kind.REDUCE:
-                return (at(Kind.FORWARD),)
-            case Kind.JOIN:
-                return (at(Kind.REDUCE),)
+            case kind if kind in self.forward_kinds(place)[:1]:
+                return (at(self.forward_kinds(place - 1)[-1], place - 1),) if place > 0 else ()
             case Kind.LOSS:
                 return of_all(Kind.FORWARD, place)
             case kind if kind in self.recompute_kinds(place)[:1]:
-                # A block's input is kept, but for that of an MLP whose whole layer is recomputed.
-                is_second = self.repeats_collectives and part.role is Role.MLP and self.chain[place - 1].recomputed
-                return (at(Kind.REJOIN, place - 1),) if is_second else ()
+                return (at(Kind.REJOIN, place - 1),) if self._is_recomputed_from_inside(place) else ()
             case Kind.LOSS_GRAD:
                 return ()
-            case Kind.REGATHER:
-                return (at(Kind.RENORM),)
-            case Kind.RECOMPUTE:
-                return (at(Kind.REGATHER),)
-            case Kind.REREDUCE:
-                return (at(Kind.RECOMPUTE),)
-            case Kind.REJOIN:
-                return (at(Kind.REREDUCE),)
             case Kind.JOIN_GRAD:
                 return upstream()
             case Kind.GATHER_GRAD:
@@ -175,13 +186,18 @@ class Layout:
             case Kind.GATHER_INPUT:
                 return upstream()
             case Kind.WGRAD if part.role is Role.EMBEDDING:
-                return of_all(Kind.NORM_GRAD, place + 1)
+                return of_all(self.backward_kinds(place + 1)[-1], place + 1)
             case Kind.WGRAD if self.repeats_collectives and self._gathers(place):
                 return (at(Kind.DGRAD), at(Kind.GATHER_INPUT))
             case Kind.REDUCE_GRAD | Kind.WGRAD | Kind.ROW_WGRAD:
                 return (at(Kind.DGRAD),)
             case Kind.NORM_GRAD:
                 return (at(Kind.REDUCE_GRAD),)
+            case Kind.RESHARD_GRAD:
+                return upstream() if part.role is Role.EXIT else (at(Kind.NORM_GRAD),)
+            case Kind.LEAVE:
+                kinds = self.backward_kinds(place)
+                return (at(kinds[-2]),) if len(kinds) > 1 else upstream()
         raise AssertionError(f"no dependencies known for {operation}")
 
 
@@ -206,4 +222,5 @@ class Schedule:
     def digest(self) -> str:
         """Equal on two ranks only if they run the same operations in the same order."""
         lists = (" ".join(map(str, order)) for order in (self.forward, self.backward, self.steady))
-        return hashlib.sha256(" | ".join([self.name, *lists]).encode()).hexdigest()
+        sub_groups = " ".join(str(part.sub_groups) for part in self.layout.chain)
+        return hashlib.sha256(" | ".join([self.name, sub_groups, *lists]).encode()).hexdigest()

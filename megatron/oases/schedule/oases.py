@@ -15,6 +15,9 @@ from megatron.oases.schedule.ablation import Idea
 from megatron.oases.schedule.layout import Layout, Schedule
 from megatron.oases.schedule.operation import Kind, Operation, Role
 
+# What hands a part's gradient on. It waits, so it stands at the beginning of the next part's turn.
+_OUT_OF_A_PART = (Kind.NORM_GRAD, Kind.RESHARD_GRAD, Kind.LEAVE)
+
 
 def build_oases_schedule(layout: Layout, *, without: frozenset[Idea] = frozenset()) -> Schedule:
     """Builds the order for one pipeline stage.
@@ -45,7 +48,7 @@ def _forward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
         order += _in_turns(layout, [*joins, *((kind, place) for kind in kinds)])
     if layout.has_head:
         order.append(Operation(Kind.LOSS, last))
-    else:
+    elif Kind.JOIN in layout.forward_kinds(last):
         order += _in_turns(layout, [(Kind.JOIN, last)])
     return order
 
@@ -53,6 +56,9 @@ def _forward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
 def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
     last = len(layout.chain) - 1
     first = 1 if layout.has_embedding else 0
+
+    def out_of(place: int) -> list[tuple[Kind, int]]:
+        return [(kind, place) for kind in layout.backward_kinds(place) if kind in _OUT_OF_A_PART]
 
     def regather(place: int) -> list[tuple[Kind, int]]:
         return [(kind, place) for kind in layout.recompute_kinds(place) if kind is not Kind.RECOMPUTE]
@@ -68,16 +74,16 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
             kinds = []
         if place < last:
             if Idea.ENDS in without and layout.chain[place + 1].role is Role.HEAD:
-                order += _in_turns(layout, [(Kind.NORM_GRAD, place + 1)], last_first=layout.along_sequence)
+                order += _in_turns(layout, out_of(place + 1), last_first=layout.along_sequence)
             else:
-                kinds.append((Kind.NORM_GRAD, place + 1))
+                kinds += out_of(place + 1)
         for kind in _backward_kinds(layout, place, without):
             if kind is Kind.DGRAD and place > first:
                 kinds += regather(place - 1)
-            if kind is not Kind.NORM_GRAD:
+            if kind not in _OUT_OF_A_PART:
                 kinds.append((kind, place))
         order += _in_turns(layout, kinds, last_first=layout.along_sequence)
-    order += _in_turns(layout, [(Kind.NORM_GRAD, first)], last_first=layout.along_sequence)
+    order += _in_turns(layout, out_of(first), last_first=layout.along_sequence)
     if layout.has_embedding:
         order.append(Operation(Kind.WGRAD, 0))
     return order
@@ -85,7 +91,7 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
 
 def _backward_kinds(layout: Layout, place: int, without: frozenset[Idea]) -> list[Kind]:
     kinds = list(layout.backward_kinds(place))
-    if Idea.COLLECTIVE_FIRST in without:
+    if Idea.COLLECTIVE_FIRST in without and Kind.REDUCE_GRAD in kinds:
         weight_gradients = [kind for kind in kinds if kind.is_weight_gradient]
         kinds = [kind for kind in kinds if not kind.is_weight_gradient]
         at = kinds.index(Kind.REDUCE_GRAD)

@@ -20,6 +20,7 @@ class Role(Enum):
     ATTENTION = "attention"
     MLP = "mlp"
     HEAD = "head"  # final norm, output layer, loss
+    EXIT = "exit"  # end of a pipeline stage whose last block has sub-groups: hands whole micro-batches on
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,19 @@ class Part:
     Args:
         role: what it is.
         recomputed: whether it keeps its input only, and backward computes it again. Otherwise its graphs are kept.
+        sub_groups: into how many sub-groups the tensor-parallel group falls for this block. Each has the whole block, on
+            as many times fewer ranks, and an equal share of every sub-batch's samples.
     """
 
     role: Role
     recomputed: bool = False
+    sub_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.recomputed and not self.is_block:
             raise ValueError(f"the {self.role.value} is never recomputed")
+        if self.sub_groups < 1 or (self.sub_groups > 1 and not self.is_block):
+            raise ValueError(f"the {self.role.value} has {self.sub_groups} sub-groups")
 
     @property
     def is_block(self) -> bool:
@@ -66,9 +72,18 @@ class Kind(Enum):
     JOIN_GRAD = "join_grad"  # gradient through bias-dropout-add
     GATHER_GRAD = "gather_grad"  # starts the all-gather of it
 
+    # Only where the number of sub-groups changes. x, or its gradient, is sliced where there become more (without sequence
+    # parallelism nothing is sent then), gathered where there become fewer.
+    RESHARD = "reshard"  # starts sending x to where this part needs it
+    ENTER = "enter"  # waits for it, takes this sub-group's share
+    RESHARD_GRAD = "reshard_grad"  # starts sending the gradient of x back to where the part before needs it
+    LEAVE = "leave"  # waits for it, takes the share of the sub-group of the part before
+
     # Only where a whole layer is recomputed, with its collectives, as Megatron does.
     REREDUCE = "rereduce"  # starts the all-reduce (reduce-scatter) of the recomputed output
     REJOIN = "rejoin"  # waits for it: the next block's x again
+    RERESHARD = "rereshard"  # starts sending that x to where the next block needs it
+    REENTER = "reenter"  # waits for it
     GATHER_INPUT = "gather_input"  # with sequence parallelism: starts gathering the core's input, for WGRAD
 
     @property
@@ -87,7 +102,10 @@ AWAITS = {
     Kind.FORWARD: Kind.GATHER,
     Kind.RECOMPUTE: Kind.REGATHER,
     Kind.DGRAD: Kind.GATHER_GRAD,
+    Kind.ENTER: Kind.RESHARD,
+    Kind.LEAVE: Kind.RESHARD_GRAD,
     Kind.REJOIN: Kind.REREDUCE,
+    Kind.REENTER: Kind.RERESHARD,
     Kind.WGRAD: Kind.GATHER_INPUT,
 }
 
