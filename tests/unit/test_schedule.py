@@ -13,7 +13,9 @@ from megatron.oases.schedule import (
     Role,
     ScheduleError,
     build_chain,
+    build_domino_schedule,
     build_megatron_schedule,
+    build_merak_schedule,
     build_oases_schedule,
     collectives,
     enclose,
@@ -129,15 +131,18 @@ def test_steady_list_takes_turns_between_the_passes():
     assert order[-1].kind is Kind.LOSS, "its small collectives come when no large one is in the way"
 
 
-def _build_megatron(chain, sequence_parallel=False):
-    layout = Layout(
+def _repeating(chain, sub_batches=1, sequence_parallel=False):
+    return Layout(
         chain=tuple(chain),
-        sub_batches=1,
+        sub_batches=sub_batches,
         sequence_parallel=sequence_parallel,
         recomputes_row_parallel=True,
         repeats_collectives=True,
     )
-    return build_megatron_schedule(layout)
+
+
+def _build_megatron(chain, sequence_parallel=False):
+    return build_megatron_schedule(_repeating(chain, sequence_parallel=sequence_parallel))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -155,6 +160,37 @@ def test_megatron_repeats_the_collectives_of_a_layer_and_hides_only_a_weight_gra
     ]
     with pytest.raises(ValueError, match="does not cut micro-batches"):
         build_megatron_schedule(Layout(chain=(A, M), sub_batches=2))
+
+
+@pytest.mark.parametrize("build", [build_merak_schedule, build_domino_schedule])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sub_batches", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name in CHAINS if name != "one block"])
+def test_merak_and_domino_are_legal(name, sub_batches, sequence_parallel, build):
+    validate(build(_repeating(CHAINS[name], sub_batches, sequence_parallel)))
+
+
+def test_merak_overlaps_sub_batches_but_recomputes_a_layer_between_its_gradients():
+    order = build_merak_schedule(_repeating(CHAINS["whole"], 2)).backward
+    layer = [op for op in order if op.place in (1, 2)]
+    assert [str(op) for op in layer[:12]] == [
+        *("recompute(1,0)", "rereduce(1,0)", "recompute(1,1)", "rereduce(1,1)"),
+        *("rejoin(1,0)", "recompute(2,0)", "rereduce(2,0)", "rejoin(1,1)", "recompute(2,1)", "rereduce(2,1)"),
+        *("rejoin(2,0)", "rejoin(2,1)"),
+    ]
+    waits = [order.index(Operation(Kind.NORM_GRAD, 3, i)) for i in range(2)]
+    assert max(waits) < order.index(layer[0]), "the layer above is through before this one is recomputed"
+    assert len(collectives(order)) > len(collectives(_build(CHAINS["whole"]).backward))
+
+
+@pytest.mark.parametrize("build, behind", [(build_merak_schedule, False), (build_domino_schedule, True)])
+def test_where_the_row_parallel_weight_gradient_stands(build, behind):
+    order = build(_repeating([A, M], 2)).backward
+    reduce, row, column = (order.index(Operation(kind, 1, 0)) for kind in (Kind.REDUCE_GRAD, Kind.ROW_WGRAD, Kind.WGRAD))
+    assert (row > reduce) is behind
+    assert column > reduce
+    with pytest.raises(ValueError, match="repeats the collectives"):
+        build(Layout(chain=(A, M), sub_batches=2))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from megatron.oases.schedule.ablation import MEANING, Idea
 from megatron.oases.schedule.chain import build_chain, enclose
 from megatron.oases.schedule.layout import Layout, Schedule
 from megatron.oases.schedule.megatron import build_megatron_schedule
+from megatron.oases.schedule.merak import build_domino_schedule, build_merak_schedule
 from megatron.oases.schedule.oases import build_oases_schedule
 from megatron.oases.schedule.operation import AWAITS, Kind, Operation, Part, Role, collectives
 from megatron.oases.schedule.validate import ScheduleError, validate
@@ -22,7 +23,9 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "build_chain",
+    "build_domino_schedule",
     "build_megatron_schedule",
+    "build_merak_schedule",
     "build_oases_schedule",
     "collectives",
     "enclose",

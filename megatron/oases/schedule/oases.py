@@ -8,12 +8,13 @@ micro-batch, which has more computation than communication, is interleaved with 
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from megatron.oases.schedule.ablation import Idea
 from megatron.oases.schedule.layout import Layout, Schedule
 from megatron.oases.schedule.operation import Kind, Operation, Role
+from megatron.oases.schedule.turns import in_turns, up_to_collectives
 
 # What hands a part's gradient on. It waits, so it stands at the beginning of the next part's turn.
 _OUT_OF_A_PART = (Kind.NORM_GRAD, Kind.RESHARD_GRAD, Kind.LEAVE)
@@ -43,13 +44,13 @@ def _forward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
         kinds = [kind for kind in layout.forward_kinds(place) if kind is not Kind.JOIN]
         joins = [(Kind.JOIN, place - 1)] if place > 0 else []
         if Idea.ENDS in without and _touches_end(layout, place):
-            order += _in_turns(layout, joins)
+            order += in_turns(layout, joins)
             joins = []
-        order += _in_turns(layout, [*joins, *((kind, place) for kind in kinds)])
+        order += in_turns(layout, [*joins, *((kind, place) for kind in kinds)])
     if layout.has_head:
         order.append(Operation(Kind.LOSS, last))
     elif Kind.JOIN in layout.forward_kinds(last):
-        order += _in_turns(layout, [(Kind.JOIN, last)])
+        order += in_turns(layout, [(Kind.JOIN, last)])
     return order
 
 
@@ -64,17 +65,17 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
         return [(kind, place) for kind in layout.recompute_kinds(place) if kind is not Kind.RECOMPUTE]
 
     order = [Operation(Kind.LOSS_GRAD, last)] if layout.has_head else []
-    order += _in_turns(layout, regather(last))
+    order += in_turns(layout, regather(last))
     for place in range(last, first - 1, -1):
         # Recomputation needs no gradient: RECOMPUTE stands before the wait for the part above, and hides that
         # collective; what it gathers is on its way while the part above goes through its core.
         kinds = [(kind, place) for kind in layout.recompute_kinds(place) if kind is Kind.RECOMPUTE]
         if layout.along_sequence:  # the first chunk first, while gradients begin with the last
-            order += _in_turns(layout, kinds)
+            order += in_turns(layout, kinds)
             kinds = []
         if place < last:
             if Idea.ENDS in without and layout.chain[place + 1].role is Role.HEAD:
-                order += _in_turns(layout, out_of(place + 1), last_first=layout.along_sequence)
+                order += in_turns(layout, out_of(place + 1), last_first=layout.along_sequence)
             else:
                 kinds += out_of(place + 1)
         for kind in _backward_kinds(layout, place, without):
@@ -82,8 +83,8 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
                 kinds += regather(place - 1)
             if kind not in _OUT_OF_A_PART:
                 kinds.append((kind, place))
-        order += _in_turns(layout, kinds, last_first=layout.along_sequence)
-    order += _in_turns(layout, out_of(first), last_first=layout.along_sequence)
+        order += in_turns(layout, kinds, last_first=layout.along_sequence)
+    order += in_turns(layout, out_of(first), last_first=layout.along_sequence)
     if layout.has_embedding:
         order.append(Operation(Kind.WGRAD, 0))
     return order
@@ -103,41 +104,13 @@ def _touches_end(layout: Layout, place: int) -> bool:
     return layout.chain[place].role is Role.HEAD or (place > 0 and layout.chain[place - 1].role is Role.EMBEDDING)
 
 
-def _in_turns(
-    layout: Layout, kinds: Iterable[tuple[Kind, int]], *, last_first: bool = False
-) -> Iterator[Operation]:
-    """The same operations for every sub-batch, which take turns whenever one has started a collective.
-
-    What follows the last collective goes with it: weight gradients stand right behind the collective that they hide.
-    """
-    runs = _up_to_collectives(kinds, is_communication=lambda entry: entry[0].is_communication)
-    if len(runs) > 1 and all(kind.is_weight_gradient for kind, _ in runs[-1]):
-        weight_gradients = runs.pop()
-        runs[-1] += weight_gradients
-    sub_batches = range(layout.sub_batches)
-    for run in runs:
-        for i in reversed(sub_batches) if last_first else sub_batches:
-            for kind, place in run:
-                yield Operation(kind, place, i)
-
-
 def _interleave(backward: Sequence[Operation], forward: Sequence[Operation]) -> Iterator[Operation]:
     """Takes turns between the passes, from one collective to the next. The forward pass is that of micro-batch 1."""
 
     def runs(order: Sequence[Operation]) -> list[list[Operation]]:
-        return _up_to_collectives(order, is_communication=lambda operation: operation.kind.is_communication)
+        return up_to_collectives(order, is_communication=lambda operation: operation.kind.is_communication)
 
     next_forward = [dataclasses.replace(operation, micro_batch=1) for operation in forward]
     for ours, theirs in zip_longest(runs(backward), runs(next_forward), fillvalue=()):
         yield from ours
         yield from theirs
-
-
-def _up_to_collectives(entries: Iterable, *, is_communication) -> list[list]:
-    """Cuts a list behind each collective."""
-    runs = [[]]
-    for entry in entries:
-        runs[-1].append(entry)
-        if is_communication(entry):
-            runs.append([])
-    return [run for run in runs if run]
