@@ -17,6 +17,7 @@ from megatron.oases.schedule import (
     build_megatron_schedule,
     build_merak_schedule,
     build_oases_schedule,
+    build_wang_schedule,
     collectives,
     enclose,
     validate,
@@ -131,8 +132,9 @@ def test_steady_list_takes_turns_between_the_passes():
     assert order[-1].kind is Kind.LOSS, "its small collectives come when no large one is in the way"
 
 
-def _repeating(chain, sub_batches=1, sequence_parallel=False):
+def _repeating(chain, sub_batches=1, sequence_parallel=False, pieces=1):
     return Layout(
+        pieces=pieces,
         chain=tuple(chain),
         sub_batches=sub_batches,
         sequence_parallel=sequence_parallel,
@@ -160,6 +162,32 @@ def test_megatron_repeats_the_collectives_of_a_layer_and_hides_only_a_weight_gra
     ]
     with pytest.raises(ValueError, match="does not cut micro-batches"):
         build_megatron_schedule(Layout(chain=(A, M), sub_batches=2))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("name", [name for name in CHAINS if name != "one block"])
+def test_wang_is_legal(name, pieces):
+    validate(build_wang_schedule(_repeating(CHAINS[name], pieces=pieces)))
+
+
+def test_wang_sends_each_piece_while_it_computes_the_next():
+    layout = _repeating(CHAINS["whole"], pieces=2)
+    schedule = build_wang_schedule(layout)
+    assert [str(op) for op in schedule.forward if op.place < 2] == [
+        *("forward(0,0)", "reduce(0,0)", "join(0,0)"),
+        *("forward(1,0)", "row(1,0)", "reduce(1,0)", "row(1,1)", "reduce(1,1)", "join(1,0)"),
+    ]
+    assert [str(op) for op in schedule.backward if op.place == 4] == [
+        *("recompute(4,0)", "rerow(4,0)", "rereduce(4,0)", "rerow(4,1)", "rereduce(4,1)", "rejoin(4,0)"),
+        *("dgrad(4,0)", "row_wgrad(4,0)", "column_grad(4,0)", "reduce_grad(4,0)", "column_grad(4,1)", "reduce_grad(4,1)"),
+        *("wgrad(4,0)", "norm_grad(4,0)"),
+    ]
+    join = Operation(Kind.JOIN, 1)
+    assert layout.awaited(join) == (Operation(Kind.REDUCE, 1, 0), Operation(Kind.REDUCE, 1, 1))
+    assert layout.awaited(Operation(Kind.JOIN, 0)) == (Operation(Kind.REDUCE, 0),)
+    assert layout.awaited(Operation(Kind.FORWARD, 1)) == ()
+    with pytest.raises(ValueError, match="pieces are those of a whole micro-batch"):
+        _repeating(CHAINS["whole"], sub_batches=2, pieces=2)
 
 
 @pytest.mark.parametrize("build", [build_merak_schedule, build_domino_schedule])

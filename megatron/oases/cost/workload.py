@@ -87,6 +87,8 @@ class ModelShape:
                 return self.padded_vocabulary * h // degree + positions
             case Role.HEAD:
                 return (0 if self.tied_embeddings else self.padded_vocabulary * h // degree) + norm
+            case Role.EXIT:
+                return 0
         raise AssertionError(role)
 
 

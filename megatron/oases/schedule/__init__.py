@@ -3,7 +3,7 @@
 from megatron.oases.schedule.ablation import MEANING, Idea
 from megatron.oases.schedule.chain import build_chain, enclose
 from megatron.oases.schedule.layout import Layout, Schedule
-from megatron.oases.schedule.megatron import build_megatron_schedule
+from megatron.oases.schedule.megatron import build_megatron_schedule, build_wang_schedule
 from megatron.oases.schedule.merak import build_domino_schedule, build_merak_schedule
 from megatron.oases.schedule.oases import build_oases_schedule
 from megatron.oases.schedule.operation import AWAITS, Kind, Operation, Part, Role, collectives
@@ -27,6 +27,7 @@ __all__ = [
     "build_megatron_schedule",
     "build_merak_schedule",
     "build_oases_schedule",
+    "build_wang_schedule",
     "collectives",
     "enclose",
     "validate",

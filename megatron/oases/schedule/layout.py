@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
-from megatron.oases.schedule.operation import Kind, Operation, Part, Role
+from megatron.oases.schedule.operation import AWAITS, Kind, Operation, Part, Role
+
+_IN_PIECES = frozenset({Kind.ROW, Kind.REDUCE, Kind.REROW, Kind.REREDUCE, Kind.COLUMN_GRAD, Kind.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class Layout:
         repeats_collectives: whether recomputation runs a whole layer again from its input, collectives included, and
             with sequence parallelism gathers what the weight gradient needs once more: as Megatron does. Then only the
             inputs of layers are kept, else those of all blocks.
+        pieces: into how many pieces a GEMM whose output is communicated is decomposed, so that each is on its way while
+            the next is computed.
     """
 
     chain: tuple[Part, ...]
@@ -30,6 +34,7 @@ class Layout:
     sequence_parallel: bool = False
     recomputes_row_parallel: bool = False
     repeats_collectives: bool = False
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         if not any(part.is_block for part in self.chain):
@@ -43,6 +48,10 @@ class Layout:
                 raise ValueError(f"the {part.role.value} stands at place {place} of {len(self.chain)}")
         if self.along_sequence and self.sequence_parallel:
             raise ValueError("the sequence is split over the ranks already: no sub-batches along it")
+        if self.pieces < 1:
+            raise ValueError(f"pieces is {self.pieces}, must be at least 1")
+        if self.pieces > 1 and (self.sub_batches > 1 or self.sequence_parallel):
+            raise ValueError("pieces are those of a whole micro-batch, whose collectives are all-reduces")
         if self.repeats_collectives and not self.recomputes_row_parallel:
             raise ValueError("a repeated collective needs the output of the row-parallel GEMM")
 
@@ -71,6 +80,8 @@ class Layout:
             return enter
         gather = (Kind.NORM, Kind.GATHER) if self._gathers(place) else ()
         ends = () if self.chain[place].role is Role.HEAD else (Kind.REDUCE, Kind.JOIN)
+        if self.pieces > 1 and self.chain[place].is_block:
+            ends = (Kind.ROW, *ends)
         return enter + gather + (Kind.FORWARD,) + ends
 
     def recompute_kinds(self, place: int) -> tuple[Kind, ...]:
@@ -80,6 +91,8 @@ class Layout:
         enter = self._resharding(place, Kind.RERESHARD, Kind.REENTER) if self._is_recomputed_from_inside(place) else ()
         gather = (Kind.RENORM, Kind.REGATHER) if self._gathers(place) else ()
         repeated = (Kind.REREDUCE, Kind.REJOIN) if self.repeats_collectives else ()
+        if self.pieces > 1 and repeated:
+            repeated = (Kind.REROW, *repeated)
         return enter + gather + (Kind.RECOMPUTE,) + repeated
 
     def backward_kinds(self, place: int) -> tuple[Kind, ...]:
@@ -94,7 +107,23 @@ class Layout:
         if self._gathers(place) and self.repeats_collectives:
             gather += (Kind.GATHER_INPUT,)
         row = () if role is Role.HEAD else (Kind.ROW_WGRAD,)
-        return gather + (Kind.DGRAD, Kind.REDUCE_GRAD, Kind.WGRAD, *row, Kind.NORM_GRAD) + leave
+        column = (Kind.COLUMN_GRAD,) if self.pieces > 1 else ()
+        return gather + (Kind.DGRAD, *column, Kind.REDUCE_GRAD, Kind.WGRAD, *row, Kind.NORM_GRAD) + leave
+
+    def times(self, kind: Kind, place: int) -> int:
+        """How often a part has an operation: once for each sub-batch, or for each piece of the only one."""
+        in_pieces = self.pieces > 1 and kind in _IN_PIECES and self.chain[place].role is not Role.EMBEDDING
+        return self.pieces if in_pieces else self.sub_batches
+
+    def awaited(self, operation: Operation) -> tuple[Operation, ...]:
+        """The collectives that an operation waits for."""
+        kind, place = AWAITS.get(operation.kind), operation.place
+        own = self.forward_kinds(place) + self.recompute_kinds(place) + self.backward_kinds(place)
+        if kind not in own:
+            return ()
+        if self.times(kind, place) == self.sub_batches:
+            return (dataclasses.replace(operation, kind=kind),)
+        return tuple(dataclasses.replace(operation, kind=kind, sub_batch=i) for i in range(self.pieces))
 
     def _gathers(self, place: int) -> bool:
         return self.sequence_parallel and self.chain[place].role is not Role.EMBEDDING
@@ -130,7 +159,7 @@ class Layout:
             Operation(kind, place, i)
             for place in range(len(self.chain))
             for kind in kinds(place)
-            for i in range(self.sub_batches)
+            for i in range(self.times(kind, place))
         }
 
     def dependencies(self, operation: Operation) -> tuple[Operation, ...]:
@@ -156,7 +185,14 @@ class Layout:
             return Operation(kind, place, sub_batch, operation.micro_batch)
 
         def of_all(kind: Kind, place: int) -> tuple[Operation, ...]:
-            return tuple(at(kind, place, i) for i in range(self.sub_batches))
+            return tuple(at(kind, place, i) for i in range(self.times(kind, place)))
+
+        def same(kind: Kind) -> tuple[Operation, ...]:
+            """Of the same part: for the same sub-batch or piece, all pieces, or what comes before all of them."""
+            times, own_times = self.times(kind, place), self.times(operation.kind, place)
+            if times == own_times:
+                return (at(kind),)
+            return of_all(kind, place) if times > own_times else (at(kind, place, 0),)
 
         def upstream() -> tuple[Operation, ...]:
             if part.role is Role.HEAD:
@@ -165,7 +201,7 @@ class Layout:
 
         for kinds in (self.forward_kinds(place), self.recompute_kinds(place)):
             if operation.kind in kinds[1:]:
-                return (at(kinds[kinds.index(operation.kind) - 1]),)
+                return same(kinds[kinds.index(operation.kind) - 1])
         match operation.kind:
             case kind if kind in self.forward_kinds(place)[:1]:
                 return (at(self.forward_kinds(place - 1)[-1], place - 1),) if place > 0 else ()
@@ -189,10 +225,12 @@ class Layout:
                 return of_all(self.backward_kinds(place + 1)[-1], place + 1)
             case Kind.WGRAD if self.repeats_collectives and self._gathers(place):
                 return (at(Kind.DGRAD), at(Kind.GATHER_INPUT))
-            case Kind.REDUCE_GRAD | Kind.WGRAD | Kind.ROW_WGRAD:
-                return (at(Kind.DGRAD),)
+            case Kind.REDUCE_GRAD if self.pieces > 1:
+                return same(Kind.COLUMN_GRAD)
+            case Kind.COLUMN_GRAD | Kind.REDUCE_GRAD | Kind.WGRAD | Kind.ROW_WGRAD:
+                return same(Kind.DGRAD)
             case Kind.NORM_GRAD:
-                return (at(Kind.REDUCE_GRAD),)
+                return same(Kind.REDUCE_GRAD)
             case Kind.RESHARD_GRAD:
                 return upstream() if part.role is Role.EXIT else (at(Kind.NORM_GRAD),)
             case Kind.LEAVE:

@@ -79,6 +79,12 @@ class Kind(Enum):
     RESHARD_GRAD = "reshard_grad"  # starts sending the gradient of x back to where the part before needs it
     LEAVE = "leave"  # waits for it, takes the share of the sub-group of the part before
 
+    # Only where a GEMM and the collective behind it are decomposed into pieces, along the sequence. There FORWARD and
+    # RECOMPUTE are without the row-parallel GEMM, DGRAD is without the last one.
+    ROW = "row"  # a piece of the row-parallel GEMM
+    REROW = "rerow"  # the same in recomputation
+    COLUMN_GRAD = "column_grad"  # a piece of the gradient of the column-parallel linear's input
+
     # Only where a whole layer is recomputed, with its collectives, as Megatron does.
     REREDUCE = "rereduce"  # starts the all-reduce (reduce-scatter) of the recomputed output
     REJOIN = "rejoin"  # waits for it: the next block's x again
@@ -115,7 +121,7 @@ class Operation:
     """One step of one part on one sub-batch.
 
     `str()` gives `dgrad(3,1)`: place 3 in the chain, sub-batch 1; with a prime for each micro-batch after the first that
-    a list deals with. What is done once for all sub-batches has sub-batch 0.
+    a list deals with. What is done once for all sub-batches has sub-batch 0. Pieces of the only sub-batch are counted instead.
     """
 
     kind: Kind
