@@ -28,8 +28,8 @@ from megatron.oases.planner.report import changes_table, differences_table, expl
 from megatron.oases.planner.search import Candidate, search, uniform_plans  # noqa: E402
 from megatron.oases.report.systems import SYSTEMS, checked_world_size, planned_flags, system_flags  # noqa: E402
 from megatron.oases.report.tables import output_console  # noqa: E402
+from megatron.oases.sizes import GIB  # noqa: E402
 
-_GIB = 2**30
 _RECOMPUTATION = {"choose": (False, True), "full": (True,), "none": (False,)}
 
 
@@ -84,17 +84,19 @@ def main() -> int:
 def plan(arguments: Namespace, flags: Sequence[str]) -> None:
     # Megatron is imported once its environment is there.
     source = cluster_source(arguments.cluster) if arguments.cluster else profile_source(arguments.profile)
-    parser = FlagParser(flags)
+    parser = FlagParser()
     from megatron.oases.cost.flags import system_of, workload_of
 
     ranks = checked_world_size(arguments.world_size, flags)
-    args, config = parser.parse([*flags, *system_flags(arguments.system)], world_size=ranks)
+    args, config = parser.parse(
+        [*flags, *system_flags(arguments.system)], available=source.available, world_size=ranks
+    )
     workload = workload_of(args, config, on_cpu=source.on_cpu)
     if workload.pipeline > 1:
         raise UsageError(f"--pipeline-model-parallel-size {workload.pipeline}: plans are made for 1")
     system = system_of(config, host_sees_completion=source.on_cpu)
     cost = source.cost(workload, args, system)
-    memory_bytes = source.memory_bytes if arguments.memory_gib is None else round(arguments.memory_gib * _GIB)
+    memory_bytes = source.memory_bytes if arguments.memory_gib is None else round(arguments.memory_gib * GIB)
     try:
         found = search(
             cost,
@@ -107,8 +109,8 @@ def plan(arguments: Namespace, flags: Sequence[str]) -> None:
         )
     except Infeasible as error:
         raise UsageError(
-            f"no plan fits: the smallest needs {error.least_bytes / _GIB:.2f} GiB on a device, which has "
-            f"{memory_bytes / _GIB:.2f}; {(error.least_bytes - memory_bytes) / _GIB:.2f} GiB are missing: use a smaller "
+            f"no plan fits: the smallest needs {error.least_bytes / GIB:.2f} GiB on a device, which has "
+            f"{memory_bytes / GIB:.2f}; {(error.least_bytes - memory_bytes) / GIB:.2f} GiB are missing: use a smaller "
             "--micro-batch-size, a larger --tensor-model-parallel-size, --use-distributed-optimizer or --recompute choose"
         ) from None
     _print(found, cost, system, arguments, source.name)

@@ -41,7 +41,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         "--restart", action="store_true", help="begin anew, and replace FILE (default: go on from FILE.partial)"
     )
     parser.add_argument(
-        "--repeats", type=int, default=10, help="training steps timed for each number of samples (default 10)"
+        "--repeats",
+        type=int,
+        default=10,
+        help="training steps timed for each number of samples, half of them in a second pass (default 10)",
     )
     parser.add_argument(
         "--degrees",
@@ -52,6 +55,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     own, flags = split_at_double_dash(argv)
     arguments = parser.parse_args(own)
+    if not arguments.output.name:
+        raise UsageError(f"--output {arguments.output} is a folder")
     if arguments.repeats < _FEWEST_REPEATS:
         raise UsageError(f"--repeats {arguments.repeats} must be at least {_FEWEST_REPEATS}")
     for flag in flags:

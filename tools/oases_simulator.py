@@ -18,7 +18,7 @@ require("torch", "megatron.core", "rich", "matplotlib", "yaml")
 
 from rich.console import Console  # noqa: E402
 
-from megatron.oases.command_line import OneLineParser, split_at_double_dash  # noqa: E402
+from megatron.oases.command_line import OneLineParser, check_output, split_at_double_dash  # noqa: E402
 from megatron.oases.cost.prediction import FlagParser, predict  # noqa: E402
 from megatron.oases.cost.result import Prediction  # noqa: E402
 from megatron.oases.cost.sources import cluster_source, profile_source  # noqa: E402
@@ -105,7 +105,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     _check(arguments, overrides)
     if overrides:
         return arguments, planned_flags(overrides)
-    return arguments, shared_flags(recompute=arguments.recompute or "full", iterations=1, overrides=())
+    recompute = arguments.recompute or "full"
+    return arguments, shared_flags(recompute=recompute, iterations=1, overrides=(), transformer_engine=False)
 
 
 def _check(arguments: Namespace, overrides: Sequence[str]) -> None:
@@ -121,12 +122,11 @@ def _check(arguments: Namespace, overrides: Sequence[str]) -> None:
         system_flags(system)
     if len(set(arguments.systems)) != len(arguments.systems):
         raise UsageError(f"--systems {' '.join(arguments.systems)} names a system twice")
-    for flag in ("trace", "png", "json"):
-        path = getattr(arguments, flag)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"--{flag} {path}: there is no folder {path.absolute().parent}")
     if arguments.png is not None and arguments.png.suffix not in _PICTURES:
         raise UsageError(f"--png {arguments.png}: the file's name must end in one of {', '.join(_PICTURES)}")
+    for flag in ("trace", "png", "json"):
+        if (path := getattr(arguments, flag)) is not None:
+            check_output(f"--{flag}", path)
     if arguments.validate:
         _check_validation(arguments)
 
@@ -153,7 +153,7 @@ def run_prediction(arguments: Namespace, flags: Sequence[str]) -> None:
         flags,
         arguments.systems,
         source,
-        parser=FlagParser(flags),
+        parser=FlagParser(),
         world_size=ranks,
         record=arguments.trace is not None or arguments.png is not None,
         announce=lambda line: print(f"note: {line}", file=sys.stderr),
@@ -197,7 +197,7 @@ def run_validation(arguments: Namespace) -> None:
     chosen = list(
         cases(arguments.workloads or range(1, len(WORKLOADS) + 1), arguments.nic_gbps or (1.0, 0.5, 0.25))
     )
-    cores, compared, parser = len(os.sched_getaffinity(0)), [], FlagParser(())
+    cores, compared, parser = len(os.sched_getaffinity(0)), [], FlagParser()
     about = {"command": shlex.join(["python", *sys.argv]), "machine": describe_machine(REPOSITORY)}
     with runs_progress(Console(stderr=True), total=len(chosen)) as progress:
         for case in chosen:

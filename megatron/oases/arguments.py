@@ -5,12 +5,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Literal
 
 import torch
 
-from megatron.oases.command_line import OneLineParser
+from megatron.oases.command_line import OneLineParser, check_output
 from megatron.oases.errors import UsageError
 from megatron.oases.schedule import MEANING, Idea
 
@@ -40,16 +39,8 @@ class OasesConfig:
     def __post_init__(self) -> None:
         if self.sub_batches < 1:
             raise UsageError(f"--oases-sub-batches {self.sub_batches} must be at least 1")
-        if self.report is not None and not self.report.absolute().parent.is_dir():
-            raise UsageError(f"--oases-report {self.report}: there is no folder {self.report.absolute().parent}")
-        if self.report is not None and self.report.exists() and not self.report.is_file():
-            raise UsageError(f"--oases-report {self.report} is there, and not a file that may be replaced")
         if self.report is not None:
-            try:
-                with TemporaryFile(dir=self.report.absolute().parent):
-                    pass
-            except OSError as error:
-                raise UsageError(f"--oases-report {self.report} cannot be written: {error.strerror}") from error
+            check_output("--oases-report", self.report, replaces=True)
         if self.only is not None and self.report is None:
             raise UsageError(f"--oases-only {self.only} does nothing but measure: add --oases-report FILE")
 

@@ -1,4 +1,4 @@
-"""Megatron's defaults, changed where they need what this machine does not have.
+"""Megatron's defaults, changed where they need what the machine that trains does not have.
 
 Megatron's defaults assume a GPU, Transformer Engine and apex. A default that cannot work here is replaced by the best
 that can; a flag that the user wrote himself is never replaced, but refused when it cannot work.
@@ -35,6 +35,20 @@ class Available:
         )
 
 
+    @classmethod
+    def torch_alone(cls, device: str) -> "Available":
+        """With neither Transformer Engine nor apex."""
+        cuda = device == "cuda"
+        return cls(cuda=cuda, transformer_engine=False, apex=False, fused_wgrad=False, fused_softmax=False)
+
+    @property
+    def possible(self) -> "Available":
+        """What may be there beside what is known: on another machine with a GPU, anything."""
+        if not self.cuda:
+            return self
+        return Available(cuda=True, transformer_engine=True, apex=True, fused_wgrad=True, fused_softmax=True)
+
+
 def _installed(module: str) -> bool:
     return find_spec(module) is not None
 
@@ -42,12 +56,12 @@ def _installed(module: str) -> bool:
 def choose_defaults(
     parser: ArgumentParser, given: Namespace, available: Available, *, schedule: str, split: str, core_attention: str
 ) -> list[str]:
-    """Sets the parser's defaults to what works here.
+    """Sets the parser's defaults to what works where training runs.
 
     Args:
         parser: Megatron's parser.
         given: the flags on the command line, without defaults.
-        available: what this machine has.
+        available: what that machine has.
         schedule: the schedule that will run the decoder.
         split: along what it cuts sub-batches.
         core_attention: who computes core attention.
@@ -55,7 +69,6 @@ def choose_defaults(
     Returns:
         The changes, written as flags.
     """
-    _refuse_impossible(given, available)
     # The schedule owns the collectives of Megatron's own layers; Transformer Engine's communicate by themselves.
     use_te = available.transformer_engine and schedule == "vanilla" and core_attention == "local"
     te = getattr(given, "transformer_impl", "transformer_engine" if use_te else "local") == "transformer_engine"
@@ -91,7 +104,13 @@ def choose_defaults(
     return [flag for _, _, flag in choices]
 
 
-def _refuse_impossible(given: Namespace, available: Available) -> None:
+def refuse_impossible(given: Namespace, available: Available) -> None:
+    """Raises `UsageError` for a flag that needs what is not there.
+
+    Args:
+        given: the flags on the command line, without defaults.
+        available: what there is.
+    """
     values = vars(given)
     if values.get("transformer_impl") in ("transformer_engine", "inference_optimized"):
         _require(

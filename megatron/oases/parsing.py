@@ -14,23 +14,32 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.oases.arguments import OasesConfig, add_oases_arguments, given_flags
-from megatron.oases.available import Available, choose_defaults
+from megatron.oases.available import Available, choose_defaults, refuse_impossible
 from megatron.oases.errors import UsageError
 from megatron.oases.inputs import check_inputs
-from megatron.oases.sizes import check_sizes
+from megatron.oases.sizes import check_shards, check_sizes
 from megatron.oases.support import check_only, check_schedule, check_script
 
 
-def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, OasesConfig]:
+def parse(
+    device: str,
+    argv: Sequence[str] | None = None,
+    *,
+    available: Available | None = None,
+    possible: Available | None = None,
+) -> tuple[Namespace, OasesConfig]:
     """Parses and checks the command line, and sets up Megatron's global variables with it.
 
     Args:
         device: where the run takes place, as `choose_device` found it.
         argv: the command line without the program's name. Default: `sys.argv`.
+        available: what Megatron's defaults are chosen for. Default: what this machine has.
+        possible: what flags may ask for. Default: the same.
     """
     from megatron.training.arguments import parse_and_validate_args
 
     argv = sys.argv[1:] if argv is None else argv
+    available = available or Available.detect(device)
     changed: list[str] = []
 
     def prepare(parser):
@@ -38,13 +47,14 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
         _mend_help(parser)
         add_oases_arguments(parser)
         given = given_flags(parser, argv)
+        refuse_impossible(given, possible or available)
         schedule = getattr(given, "oases_schedule", "vanilla")
         core_attention = getattr(given, "oases_core_attention", "local")
         changed.extend(
             choose_defaults(
                 parser,
                 given,
-                Available.detect(device),
+                available,
                 schedule=schedule,
                 split=getattr(given, "oases_split", "batch"),
                 core_attention=core_attention,
@@ -69,6 +79,7 @@ def parse(device: str, argv: Sequence[str] | None = None) -> tuple[Namespace, Oa
     config = OasesConfig.from_args(args, device=device)
     # Again: a checkpoint (--use-checkpoint-args) may have changed what the command line said.
     check_schedule(args, config)
+    check_shards(args)
     if changed and args.rank == 0:
         where = "on the CPU" if device == "cpu" else "without all of Transformer Engine and apex"
         print(f"oases: {where}, so by default {' '.join(changed)}", flush=True)

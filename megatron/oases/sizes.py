@@ -4,6 +4,8 @@ from argparse import Namespace
 
 from megatron.oases.errors import UsageError
 
+GIB = 2**30
+
 _AT_LEAST_ONE = (
     "num_layers",
     "hidden_size",
@@ -43,6 +45,20 @@ def check_sizes(args: Namespace) -> None:
         _require_multiple(args, "num_attention_heads", "num_query_groups")
     if args.sequence_parallel and args.tensor_model_parallel_size > 1:
         _require_multiple(args, "seq_length", "tensor_model_parallel_size")
+
+
+def check_shards(args: Namespace) -> None:
+    """Raises `UsageError` where heads, or the columns of an MLP, cannot be spread over the tensor-parallel ranks.
+
+    `args` are validated: Megatron has filled in what follows from other sizes.
+    """
+    ranks = args.tensor_model_parallel_size
+    _require_multiple(args, "num_attention_heads", "tensor_model_parallel_size")
+    # Fewer groups than ranks are legal: several ranks then share one.
+    if args.group_query_attention and args.num_query_groups and ranks % args.num_query_groups:
+        _require_multiple(args, "num_query_groups", "tensor_model_parallel_size")
+    if not args.num_experts:
+        _require_multiple(args, "ffn_hidden_size", "tensor_model_parallel_size")
 
 
 def _flag(name: str) -> str:

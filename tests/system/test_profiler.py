@@ -53,14 +53,16 @@ def test_killed_resumed_and_complete(tmp_path: Path):
     resumed = torchrun(_profiler(output))
     assert resumed.code == 0, resumed.tail
     for name in finished:
-        assert f"{name} ..." not in resumed.output, "was measured again"
+        assert name.startswith("pass 1: ") and f"{name} ..." not in resumed.output, "was measured again"
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
     assert "Operations on 2 samples, ms" in resumed.output
     profile = read_profile(output)
-    kept = [entry for result in finished.values() for entry in result.get("collectives", [])]
-    assert len(kept) >= 2
-    measured = json.loads(output.read_text())["collectives"]
-    assert measured[: len(kept)] == kept
+    first_pass = [entry for result in finished.values() for entry in result.get("collectives", [])]
+    assert len(first_pass) >= 2
+    for before, merged in zip(first_pass, json.loads(output.read_text())["collectives"], strict=False):
+        for ours, point in zip(before["points"], merged["points"], strict=True):
+            apart = ours["median_ms"] / point["median_ms"] - 1
+            assert apart == 0 or math.isclose(apart, point["passes_apart"]), "is of neither pass"
     _check_complete(profile)
 
     again = torchrun(_profiler(output))
@@ -73,6 +75,8 @@ def _check_complete(profile: Profile) -> None:
     """Everything that a simulation may ask for is there, and positive."""
     cells = {(cell.kind, cell.role, cell.degree, cell.samples, cell.kept): cell for cell in profile.operations}
     assert len(cells) == len(profile.operations), "a cell is there twice"
+    assert all(cell.passes_apart is not None for cell in profile.operations), "one pass alone has measured it"
+    assert len(profile.in_passes) > len(profile.operations)
     cost = ProfileCost(profile)
     for degree in (1, 2):
         for kept in (False, True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from megatron.oases.available import Available
 from megatron.oases.cost.model import Collective, Group
 from megatron.oases.cost.profile_file import (
     VERSION,
@@ -22,26 +23,13 @@ from megatron.oases.cost.profile_file import (
     Software,
     VanillaCell,
 )
-from megatron.oases.cost.workload import ModelShape, Workload
+from megatron.oases.cost.workload import Workload
 from megatron.oases.schedule import Kind, Role
+from tests.unit import stand_in_cost
+from tests.unit.stand_in_cost import shape
 
-MODEL = ModelShape(
-    layers=4,
-    hidden_size=64,
-    ffn_hidden_size=256,
-    heads=4,
-    query_groups=4,
-    head_size=16,
-    sequence=32,
-    padded_vocabulary=256,
-    gated_mlp=False,
-    bias=True,
-    tied_embeddings=True,
-    learned_positions=True,
-    rms_norm=False,
-    stores_scores=True,
-    element_bytes=4,
-)
+MODEL = shape(layers=4, hidden_size=64, ffn_hidden_size=256, head_size=16, sequence=32, padded_vocabulary=256)
+OPTIONS = {"optimizer": "adam", "qk_layernorm": "False"}
 LATENCY_MS, GBPS = 0.5, 1.0
 SAMPLES = (1, 2, 4)
 OPERATIONS = ((Kind.FORWARD, Role.MLP), (Kind.JOIN, Role.MLP), (Kind.DGRAD, Role.ATTENTION))
@@ -49,10 +37,8 @@ OPERATIONS = ((Kind.FORWARD, Role.MLP), (Kind.JOIN, Role.MLP), (Kind.DGRAD, Role
 
 def workload(**changes) -> Workload:
     """One that the profile was taken for."""
-    fields = dict(
-        model=MODEL, tensor=2, pipeline=1, data=1, micro_batch=4, micro_batches=2, recompute="full", sub_batches=2
-    )
-    return Workload(**{**fields, **changes})
+    fields = dict(model=MODEL, micro_batch=4, micro_batches=2, recompute="full")
+    return stand_in_cost.workload(**{**fields, **changes})
 
 
 def operation_ms(degree: int, samples: int, *, kept: bool) -> float:
@@ -88,10 +74,11 @@ def profile(**changes) -> Profile:
                 sequence_parallel=False,
                 hidden_dropout=False,
                 attention_dropout=False,
-                distributed_optimizer=False,
             ),
+            options=OPTIONS,
             device=Device(name="a processor", threads=1, memory_bytes=2**33),
             software=Software(torch="1.0", megatron_core="0.1", python="3.12", backend="gloo", commit=None),
+            available=Available.torch_alone("cpu"),
         ),
         date="2026-01-01T00:00:00+00:00",
         command="oases_profiler.py --output profile.json -- --num-layers 4",

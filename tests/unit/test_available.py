@@ -1,17 +1,14 @@
 """Defaults that work where Megatron's own do not, and refusals of what the user asked for in vain."""
 
-import dataclasses
-
 import pytest
 
 from megatron.oases.arguments import given_flags
-from megatron.oases.available import Available, choose_defaults
+from megatron.oases.available import Available, choose_defaults, refuse_impossible
 from megatron.oases.errors import UsageError
 from tests.unit.megatron_parser import new_parser
 
-CPU = Available(cuda=False, transformer_engine=False, apex=False, fused_wgrad=False, fused_softmax=False)
+CPU, BARE_GPU = Available.torch_alone("cpu"), Available.torch_alone("cuda")
 FULL_GPU = Available(cuda=True, transformer_engine=True, apex=True, fused_wgrad=True, fused_softmax=True)
-BARE_GPU = dataclasses.replace(CPU, cuda=True)
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +20,7 @@ def _choose(parser, argv=(), available=CPU, schedule="vanilla", split="batch", c
     saved = dict(parser._defaults), [(action, action.default) for action in parser._actions]
     try:
         given = given_flags(parser, argv)
+        refuse_impossible(given, available)
         flags = choose_defaults(
             parser, given, available, schedule=schedule, split=split, core_attention=core_attention
         )
@@ -123,3 +121,8 @@ def test_in_vain(parser, argv, available, message):
 )
 def test_not_in_vain(parser, argv):
     _choose(parser, argv.split(), CPU)
+
+
+def test_on_another_machine_with_a_gpu_anything_may_be_there():
+    assert BARE_GPU.possible == FULL_GPU.possible == FULL_GPU
+    assert CPU.possible == CPU

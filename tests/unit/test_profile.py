@@ -9,15 +9,18 @@ import pytest
 
 from megatron.oases.cost.fits import fit_line, held_out_errors, piecewise_linear, piecewise_log
 from megatron.oases.cost.model import Collective, Contention, Group
+from megatron.oases.cost.options import options_of
 from megatron.oases.cost.profile import ProfileCost, load_profile_cost
-from megatron.oases.cost.profile_file import read_profile, write_profile
+from megatron.oases.cost.profile_file import Optimizer, Overhead, read_profile, write_profile
 from megatron.oases.errors import UsageError
 from megatron.oases.schedule import Kind, Part, Role
+from tests.unit.megatron_parser import shared_parser
 from tests.unit.profiles import (
     GBPS,
     GROUP,
     LATENCY_MS,
     MODEL,
+    OPTIONS,
     cell,
     collective_ms,
     operation_ms,
@@ -58,25 +61,32 @@ def test_not_a_file_and_not_json(tmp_path):
     with pytest.raises(UsageError, match="is not JSON"):
         read_profile(tmp_path / "text.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(UsageError, match="must hold a JSON object"):
+    with pytest.raises(UsageError, match=r"must hold an object, not \[\]"):
         read_profile(tmp_path / "list.json")
+    (tmp_path / "twice.json").write_text('{"version": 1, "version": 2}')
+    with pytest.raises(UsageError, match="is not JSON: key version is given twice"):
+        read_profile(tmp_path / "twice.json")
 
 
 @pytest.mark.parametrize(
     "edit, said",
     [
-        (lambda d: d.update(version=2), "version is 2; this tool reads version 1"),
-        (lambda d: d.pop("version"), "version is None"),
+        (lambda d: d.update(version=1), "version is 1; this tool reads version 2"),
+        (lambda d: d.pop("version"), "version is null"),
         (lambda d: d.pop("contention"), "contention is missing"),
         (lambda d: d.update(extra=1), "extra is unknown"),
         (lambda d: d["operations"][0].update(median_ms="3"), "operations[0]: median_ms must be a number, not '3'"),
         (lambda d: d["operations"][0].update(samples=1.5), "operations[0]: samples must be a whole number, not 1.5"),
         (lambda d: d["operations"][0].update(kept=1), "kept must be true or false, not 1"),
-        (lambda d: d["operations"][0].update(median_ms=10**400), "median_ms is 1000000000000000000000"),
+        (lambda d: d["operations"][0].update(median_ms=10**400), "median_ms must be a finite number, not a number of 1329 bits"),
+        (lambda d: d["operations"][0].update(samples=10**400), "samples must fit into 64 bits, not a number of 1329"),
+        (lambda d: d["operations"].append(d["operations"][0]), "operations: forward of mlp, degree 1, recomputed, 1 s"),
+        (lambda d: d["collectives"].append(d["collectives"][1]), "all_to_all of 2 ranks, 1 apart stands there twice"),
+        (lambda d: d["contention"].append(d["contention"][0]), "contention: 2 ranks, 1 apart stands"),
         (lambda d: d["collectives"][0].update(stride=0), "collectives[0]: a group of"),
         (lambda d: d["operations"][0].update(samples=True), "samples must be a whole number, not True"),
         (lambda d: d["operations"][0].update(kind="fly"), "operations[0]: kind is 'fly', must be one of forward"),
-        (lambda d: d["operations"][0].update(median_ms=math.nan), "[0]: median_ms is nan, which is not finite"),
+        (lambda d: d["operations"][0].update(median_ms=math.nan), "[0]: median_ms must be a finite number, not nan"),
         (lambda d: d["operations"][0].update(median_ms=-1), "median_ms is -1.0, must not be negative"),
         (lambda d: d["operations"][0].update(median_ms=None), "median_ms is null, and missing gives no reason"),
         (lambda d: d["operations"][0].update(missing="why"), "is marked as missing (why), but has a value"),
@@ -84,7 +94,8 @@ def test_not_a_file_and_not_json(tmp_path):
         (lambda d: d["collectives"][0]["points"].reverse(), "the sizes of all_reduce do not increase"),
         (lambda d: d["collectives"][0].update(fit=None), "needs two points and a fit"),
         (lambda d: d["contention"][0].update(compute=0.5), "contention below 1"),
-        (lambda d: d["overhead"].update(fixed_ms=-1), "an overhead is negative"),
+        (lambda d: d["overhead"].update(fixed_ms=-1), "overhead: fixed_ms is -1.0, must not be negative"),
+        (lambda d: d["operations"][0].update(passes_apart=-0.1), "passes_apart is -0.1, must not be negative"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_by_key(file, edit, said):
@@ -188,6 +199,19 @@ def test_the_rest_of_an_iteration():
         cost.contention(Group(4))
 
 
+def test_what_did_not_fit_into_memory_is_refused_with_the_reason():
+    reason = "out of memory: 5 GiB"
+    nothing = dict.fromkeys(("fixed_ms", "ns_per_parameter", "residual"))
+    without = profile(
+        optimizer=Optimizer(points=(), **nothing, missing=reason),
+        overhead=Overhead(fixed_ms=None, per_micro_batch_ms=None, missing=reason),
+    )
+    with pytest.raises(UsageError, match=f"the optimizer: {reason}"):
+        ProfileCost(without).optimizer_ms(1)
+    with pytest.raises(UsageError, match=f"the rest of an iteration: {reason}"):
+        ProfileCost(without).iteration_overhead_ms(1)
+
+
 def test_megatron_computes_by_its_own_factor():
     cost = ProfileCost(profile())
     megatron = cost.for_megatron(kept=False)
@@ -198,7 +222,7 @@ def test_megatron_computes_by_its_own_factor():
 
 
 def test_a_profile_of_this_workload_is_loaded(file):
-    cost = load_profile_cost(file, workload(micro_batches=8, pipeline=2))
+    cost = load_profile_cost(file, workload(micro_batches=8, pipeline=2), OPTIONS)
     assert _forward_ms(cost, 4) == operation_ms(2, 4, kept=False)
     torch = next(line for line in cost.announcements if "torch" in line)
     assert torch == f"{file} was taken with torch 1.0; here is {metadata.version('torch')}"
@@ -216,19 +240,51 @@ def test_a_profile_of_this_workload_is_loaded(file):
 )
 def test_a_profile_of_something_else_is_refused(file, changes, said):
     with pytest.raises(UsageError) as refused:
-        load_profile_cost(file, workload(**changes))
+        load_profile_cost(file, workload(**changes), OPTIONS)
     assert said in str(refused.value) and str(file) in str(refused.value)
 
 
 def test_a_vocabulary_padded_for_another_degree_is_the_same_one(file):
     padded = dataclasses.replace(MODEL, padded_vocabulary=MODEL.padded_vocabulary + 1)
-    load_profile_cost(file, workload(model=padded, tensor=1))
+    load_profile_cost(file, workload(model=padded, tensor=1), OPTIONS)
     with pytest.raises(UsageError, match="padded_vocabulary is"):
-        load_profile_cost(file, workload(model=padded))
+        load_profile_cost(file, workload(model=padded), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({**OPTIONS, "qk_layernorm": "True"}, "other options: qk_layernorm is False, here True: profile again"),
+        ({"optimizer": "adam"}, "qk_layernorm is False, here None"),
+        ({**OPTIONS, "swiglu": "True"}, "swiglu is None, here True"),
+    ],
+)
+def test_a_profile_with_other_options_is_refused(file, options, said):
+    with pytest.raises(UsageError) as refused:
+        load_profile_cost(file, workload(), options)
+    assert said in str(refused.value) and str(file) in str(refused.value)
+
+
+OPTION_FLAGS = """--squared-relu | --swiglu | --position-embedding-type rope | --qk-layernorm | --bf16 | --fp16 |
+    --optimizer sgd | --bf16 --grad-reduce-in-bf16 | --clip-grad 0 | --recompute-granularity selective | --window-size 8,0 |
+    --fp32-residual-connection --bf16 | --use-precision-aware-optimizer | --use-distributed-optimizer |
+    --normalization RMSNorm | --no-bias-gelu-fusion | --attention-softmax-in-fp32 | --rotary-percent 0.5 """
+
+
+@pytest.mark.parametrize("flags", [flags.split() for flags in OPTION_FLAGS.split("|")], ids=" ".join)
+def test_whatever_changes_kernels_is_an_option(flags):
+    def options(*more: str) -> dict[str, str]:
+        args = shared_parser().parse_args([*more])
+        dtype = {(True, False): "half", (False, True): "bfloat16"}.get((args.fp16, args.bf16), "float")
+        args.params_dtype, args.accumulate_allreduce_grads_in_fp32 = dtype, args.bf16 and not args.grad_reduce_in_bf16
+        return options_of(args)
+
+    assert options() == options()
+    assert options(*flags) != options(*(flag for flag in flags if flag == "--bf16" and len(flags) > 1))
 
 
 def test_more_layers_than_profiled_are_no_other_model(file):
-    load_profile_cost(file, workload(model=dataclasses.replace(MODEL, layers=96)))
+    load_profile_cost(file, workload(model=dataclasses.replace(MODEL, layers=96)), OPTIONS)
 
 
 def test_fit_recovers_latency_and_bandwidth():
@@ -254,6 +310,8 @@ def test_fit_is_never_negative():
     assert steep.fixed == 0 and steep.slope > 0
     one = fit_line([2, 2], [4.0, 4.0])
     assert (one.fixed, one.slope, one.residual) == (0.0, 2.0, 0.0)
+    with pytest.raises(ValueError, match="a line through no point"):
+        fit_line([], [])
 
 
 def test_held_out_errors():

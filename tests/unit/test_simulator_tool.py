@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.oases.cost.prediction import FlagParser, predict
+from megatron.oases.cost.sources import cluster_source
+from megatron.oases.errors import UsageError
+from megatron.oases.report.systems import planned_flags
 from megatron.oases.report.validation import WORKLOADS, Case, Compared, Validation, cases
 from tools import oases_simulator
 
@@ -24,6 +28,8 @@ TOOL = Path(oases_simulator.__file__)
         (["--cluster", "emulated", "--systems", "oases", "oases"], "twice"),
         (["--cluster", "emulated", "--trace", "/no/such/x.json"], "--trace /no/such/x.json: there is no folder"),
         (["--cluster", "emulated", "--png", "x.txt"], "--png x.txt"),
+        (["--validate", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
+        (["--cluster", "emulated", "--json", "/tmp"], "--json /tmp is a folder"),
         (["--cluster", "emulated", "--rounds", "3"], "--rounds has no meaning without --validate"),
         (["--cluster", "emulated", "--world-size", "3"], "--world-size 3 is not a multiple of TP x PP = 2"),
         (["--cluster", "emulated", "--recompute", "none", "--", "--num-layers", "2"], "--recompute none"),
@@ -91,6 +97,63 @@ def test_what_is_not_simulated_is_refused():
     done = _tool("--cluster", "emulated", "--systems", "oases", "--", *TRAINING, "--oases-split", "sequence")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: --oases-split sequence is not simulated: costs are of whole samples"
+
+
+@pytest.mark.parametrize(
+    "cluster, more, said",
+    [
+        (
+            "rtx3090x4",
+            "--num-attention-heads 5 --hidden-size 160",
+            "--num-attention-heads 5 is not divisible by --tensor-model-parallel-size 2: 5 = 2 x 2 + 1",
+        ),
+        ("rtx3090x4", "--ffn-hidden-size 333", "--ffn-hidden-size 333 is not divisible by --tensor-model-parallel"),
+        ("rtx3090x4", "--qk-layernorm", "--qk-layernorm: normalization of queries and keys is not simulated"),
+        ("rtx3090x4", "--window-size 8,0", "--window-size: attention to a window is not simulated"),
+        ("rtx3090x4", "--fp32-residual-connection --bf16", "--fp32-residual-connection: a residual in fp32 is not"),
+        (
+            "rtx3090x4",
+            "--use-precision-aware-optimizer --use-distributed-optimizer --bf16",
+            "--use-precision-aware-optimizer: an optimizer with",
+        ),
+        ("rtx3090x4", "--oases-device cpu", "--oases-device cpu, but the costs are of devices of the kind cuda"),
+        ("emulated", "--attention-backend flash", "--attention-backend flash needs Transformer Engine and a GPU"),
+        ("emulated", "--oases-device cuda", "--oases-device cuda, but the costs are of devices of the kind cpu"),
+    ],
+)
+def test_flags_that_are_not_honoured_are_named(parser, cluster, more, said):
+    with pytest.raises(UsageError) as refused:
+        _predicted(parser, cluster, more)
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--transformer-impl transformer_engine",
+        "--attention-backend flash",
+        "--oases-device cuda --distributed-backend nccl",
+        "--use-flash-attn",
+    ],
+)
+def test_bug_this_machine_decided_what_a_cluster_of_gpus_can_do(parser, more):
+    assert _predicted(parser, "rtx3090x4", more) > 0
+
+
+def test_gradients_that_are_not_clipped_take_less_time(parser):
+    clipped, not_clipped = (_predicted(parser, "rtx3090x4", more) for more in ("", "--clip-grad 0"))
+    assert not_clipped < clipped
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return FlagParser()
+
+
+def _predicted(parser, cluster: str, more: str) -> float:
+    source, flags = cluster_source(cluster), planned_flags([*TRAINING, *more.split()])
+    options = dict(parser=parser, world_size=2, record=False, announce=lambda line: None)
+    return predict(flags, ["megatron"], source, **options)["megatron"].iteration_ms
 
 
 def _compared(case: Case, system: str, predicted_ms: float, measured_ms: float) -> Compared:

@@ -25,7 +25,12 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
 
     Small points weigh as much as large ones, so that latency is not lost in the error of the largest size. All `ys`
     must be above 0. Points of one x only give a line through the origin.
+
+    Raises:
+        ValueError: there is no point.
     """
+    if not xs:
+        raise ValueError("a line through no point")
     s0 = sum(1 / y**2 for y in ys)
     sx = sum(x / y**2 for x, y in zip(xs, ys, strict=True))
     sxx = sum(x**2 / y**2 for x, y in zip(xs, ys, strict=True))

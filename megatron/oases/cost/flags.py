@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 from megatron.oases.arguments import OasesConfig
+from megatron.oases.available import Available
 from megatron.oases.cost.system import System
 from megatron.oases.cost.workload import ModelShape, Workload
 from megatron.oases.errors import UsageError
@@ -33,19 +34,40 @@ _UNKNOWN = (
     ("distribute_saved_activations", bool, "activations spread over the tensor-parallel group"),
     ("cpu_offloading_num_layers", bool, "activation offloading"),
     ("use_tp_pp_dp_mapping", bool, "another order of ranks"),
+    ("qk_layernorm", bool, "normalization of queries and keys"),
+    ("qk_l2_norm", bool, "normalization of queries and keys"),
+    ("attention_output_gate", bool, "a gate behind attention"),
+    ("softmax_type", lambda value: value != "vanilla", "another softmax"),
+    ("window_size", bool, "attention to a window"),
+    ("experimental_attention_variant", bool, "experimental attention"),
+    ("heterogeneous_layers_config_path", bool, "heterogeneous layers"),
+    ("heterogeneous_layers_config_encoded_json", bool, "heterogeneous layers"),
+    ("fp32_residual_connection", bool, "a residual in fp32"),
+    ("use_precision_aware_optimizer", bool, "an optimizer with other types than fp32"),
+    ("num_distributed_optimizer_instances", lambda value: value > 1, "several distributed optimizers"),
+    ("optimizer_cpu_offload", bool, "an optimizer on the host"),
+    ("fine_grained_activation_offloading", bool, "activation offloading"),
+    ("account_for_embedding_in_pipeline_split", bool, "a pipeline stage without layers"),
+    ("account_for_loss_in_pipeline_split", bool, "a pipeline stage without layers"),
+    ("defer_embedding_wgrad_compute", bool, "Megatron's own deferred weight gradients"),
+    ("delay_wgrad_compute", bool, "Megatron's own deferred weight gradients"),
+    ("mlp_chunks_for_training", lambda value: value > 1, "an MLP in chunks"),
+    ("cuda_graph_impl", lambda value: value != "none", "CUDA graphs"),
     ("ddp_bucket_size", bool, "buckets of your own size"),
     ("ddp_num_buckets", bool, "buckets of your own number"),
 )
 
 
-def parse_flags(flags: Sequence[str], *, device: str, world_size: int) -> tuple[Namespace, OasesConfig]:
+def parse_flags(
+    flags: Sequence[str], *, available: Available, world_size: int
+) -> tuple[Namespace, OasesConfig]:
     """Megatron's validated arguments for a run on `world_size` ranks, of which this process is none.
 
     May be called again. What Megatron prints meanwhile is left out.
 
     Args:
         flags: the command line of pretrain_gpt.py, without the program's name.
-        device: what this machine has, as `choose_device` found it.
+        available: what the devices have that are planned for, which are not this machine's.
         world_size: number of ranks.
 
     Raises:
@@ -56,10 +78,14 @@ def parse_flags(flags: Sequence[str], *, device: str, world_size: int) -> tuple[
     with _as_rank_0(flags, world_size), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         logging.disable(logging.WARNING)
         try:
-            return parse(device, flags)
+            device = "cuda" if available.cuda else "cpu"
+            args, config = parse(device, flags, available=available, possible=available.possible)
         finally:
             logging.disable(logging.NOTSET)
             unset_global_variables()
+    if args.oases_device not in ("auto", device):
+        raise UsageError(f"--oases-device {args.oases_device}, but the costs are of devices of the kind {device}")
+    return args, config
 
 
 @contextmanager
@@ -142,6 +168,8 @@ def _check(args: Namespace, config: OasesConfig) -> None:
         value = getattr(args, name, None)
         if value is not None and is_used(value):
             raise UsageError(f"--{name.replace('_', '-')}: {feature} is not simulated")
+    if args.add_qkv_bias and not args.add_bias_linear:  # with the second Megatron sets the first
+        raise UsageError("--add-qkv-bias: a bias of queries, keys and values alone is not simulated")
     if config.only is not None:
         raise UsageError(f"--oases-only {config.only} is not simulated: the table has computation and communication alone")
     if config.split == "sequence":

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from megatron.oases.arguments import OasesConfig, choose_device
+from megatron.oases.available import Available
 from megatron.oases.cost.iteration import Simulator
 from megatron.oases.cost.result import Prediction
 from megatron.oases.cost.sources import CostSource
@@ -13,26 +14,23 @@ from megatron.oases.report.systems import system_flags
 
 
 class FlagParser:
-    """Megatron's own parser, brought up once in a process.
+    """Megatron's own parser, brought up once in a process: with a GPU where there is one, whatever is planned for."""
 
-    Args:
-        flags: of the first command line; they say on which kind of device this process is to be.
-    """
-
-    def __init__(self, flags: Sequence[str]):
+    def __init__(self):
         complete_environment()
-        self._device = choose_device(flags)
         silence()
-        if self._device == "cpu":
+        if choose_device(()) == "cpu":
             from megatron.oases.host import activate
 
             activate()
 
-    def parse(self, flags: Sequence[str], *, world_size: int) -> tuple[Namespace, OasesConfig]:
+    def parse(
+        self, flags: Sequence[str], *, available: Available, world_size: int
+    ) -> tuple[Namespace, OasesConfig]:
         """See `parse_flags`."""
         from megatron.oases.cost.flags import parse_flags
 
-        return parse_flags(flags, device=self._device, world_size=world_size)
+        return parse_flags(flags, available=available, world_size=world_size)
 
 
 def predict(
@@ -63,7 +61,9 @@ def predict(
 
     predictions, announced = {}, set()
     for name in systems:
-        args, config = parser.parse([*flags, *system_flags(name)], world_size=world_size)
+        args, config = parser.parse(
+            [*flags, *system_flags(name)], available=source.available, world_size=world_size
+        )
         workload = workload_of(args, config, on_cpu=source.on_cpu)
         system = system_of(config, host_sees_completion=source.on_cpu)
         cost = source.cost(workload, args, system)

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -40,15 +40,13 @@ class ProfileCost:
         self._factor = factor
         self.announcements: set[str] = set()  # one line for each kind of value that lies beyond what was measured
         self._file = str(file)
-        if profile.is_disturbed:
-            self.announcements.add(
-                f"{file}: the operations' times spread by {profile.spread:.0%}; take it again with nothing else running"
-            )
+        if (disturbance := profile.disturbance) is not None:
+            self.announcements.add(f"{file}: {disturbance}; take it again with nothing else running")
         self._cells: dict[tuple[Kind, Role, int, bool], list[OperationCell]] = defaultdict(list)
         for cell in sorted(profile.operations, key=lambda cell: cell.samples):
             self._cells[cell.kind, cell.role, cell.degree, cell.kept].append(cell)
         self._series = {(series.collective, series.group): series for series in profile.collectives}
-        self._contention = {Group(cell.group_size, cell.stride): cell for cell in profile.contention}
+        self._contention = {cell.group: cell for cell in profile.contention}
         self._known_ms: dict[tuple, float] = {}
 
     def for_megatron(self, *, kept: bool) -> "ProfileCost":
@@ -77,10 +75,14 @@ class ProfileCost:
 
     def optimizer_ms(self, parameters: int) -> float:
         optimizer = self.profile.optimizer
+        if optimizer.missing is not None:
+            self._fail("the optimizer", optimizer.missing)
         return optimizer.fixed_ms + optimizer.ns_per_parameter * parameters * 1e-6
 
     def iteration_overhead_ms(self, micro_batches: int) -> float:
         overhead = self.profile.overhead
+        if overhead.missing is not None:
+            self._fail("the rest of an iteration", overhead.missing)
         return overhead.fixed_ms + overhead.per_micro_batch_ms * micro_batches
 
     def contention(self, group: Group) -> Contention:
@@ -152,14 +154,20 @@ class ProfileCost:
         raise UsageError(f"{self._file}: {what}: {why}; measure it: {command}")
 
 
-def load_profile_cost(path: Path, workload: Workload) -> ProfileCost:
+def load_profile_cost(path: Path, workload: Workload, options: Mapping[str, str]) -> ProfileCost:
     """The cost model of a profile that was taken for this workload.
 
     The number of layers, of devices along pipeline and data, of micro-batches and their size may differ from those of
     the profiled run.
 
+    Args:
+        path: the file.
+        workload: what is to be predicted.
+        options: its other options that change times; see cost/options.py.
+
     Raises:
-        UsageError: the file is broken, or another model, TP degree, or use of sequence parallelism or dropout was profiled.
+        UsageError: the file is broken, or another model, TP degree, use of sequence parallelism or dropout, or another
+            option was profiled.
     """
     profile = read_profile(path)
     ours = profile.fingerprint
@@ -170,6 +178,8 @@ def load_profile_cost(path: Path, workload: Workload) -> ProfileCost:
         may_differ.append("padded_vocabulary")
     if difference := first_difference(ours.model, workload.model, but=tuple(may_differ)):
         raise UsageError(f"{path} is of another model: {difference}")
+    if difference := first_difference(ours.options, options):
+        raise UsageError(f"{path} was taken with other options: {difference}: profile again")
     degrees = {cell.degree for cell in profile.operations}
     if workload.tensor not in degrees:
         raise UsageError(

@@ -1,17 +1,23 @@
 """The profile: what was measured on a cluster, as a versioned JSON file. See docs/profiler.md."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.oases.available import Available
 from megatron.oases.cost.model import Collective, Group
 from megatron.oases.cost.records import from_json, read_json_object, to_json, write_json_object
 from megatron.oases.cost.workload import ModelShape
 from megatron.oases.schedule import Kind, Role
+from megatron.oases.sizes import counted
 
-VERSION = 1
+VERSION = 2
 # Profiles of two CPU cores with nothing else on them spread by 8 to 19 %; one that was half as long again as it should
 # be, by 30 %.
 _DISTURBED_SPREAD = 0.25
+# Two passes over a measurement that differ by more are said to be apart. Now and then chance does that as well.
+APART = 0.10
+_DISTURBED_SHARE = 0.25  # of the time that all take together, in measurements whose passes are apart
 
 
 def _check_measured(cell: object, *names: str) -> None:
@@ -28,6 +34,15 @@ def _check_measured(cell: object, *names: str) -> None:
             raise ValueError(f"{name} is {value}, must not be negative")
 
 
+def _check_once(section: str, names: Iterable[str]) -> None:
+    """Of two cells for the same thing one would be taken, silently."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{section}: {name} stands there twice")
+        seen.add(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How the profiled run is laid out. `micro_batch` is in samples, `micro_batches` are those of one iteration."""
@@ -40,7 +55,6 @@ class Layout:
     sequence_parallel: bool
     hidden_dropout: bool
     attention_dropout: bool
-    distributed_optimizer: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +87,8 @@ class OperationCell:
         median_ms: over repeats, of each of which the slowest rank counts; null where missing.
         spread_ms: distance between the first and the third quartile.
         repeats: measurements; a step has one for each layer.
+        passes_apart: how much longer the slower of two passes took, as a share of the faster, which is the one that
+            counts; null where one alone gave a number.
         missing: why there is no number; null where there is one.
     """
 
@@ -84,10 +100,16 @@ class OperationCell:
     median_ms: float | None
     spread_ms: float | None
     repeats: int
+    passes_apart: float | None = None
     missing: str | None = None
 
     def __post_init__(self) -> None:
         _check_measured(self, "median_ms", "spread_ms")
+
+    def __str__(self) -> str:
+        how = "graphs kept" if self.kept else "recomputed"
+        samples = counted(self.samples, "sample")
+        return f"{self.kind.value} of {self.role.value}, degree {self.degree}, {how}, {samples}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +120,14 @@ class CollectivePoint:
     median_ms: float
     spread_ms: float
     repeats: int
+    passes_apart: float | None = None
 
     def __post_init__(self) -> None:
         if self.size_bytes < 1 or self.median_ms <= 0:
             raise ValueError(f"{self.size_bytes} bytes in {self.median_ms} ms: both must be above 0")
+
+    def __str__(self) -> str:
+        return f"a collective of {self.size_bytes} bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +173,9 @@ class CollectiveSeries:
             raise ValueError(f"{self.collective.value} needs two points and a fit, or a reason in missing")
         assert self.group  # an impossible one is a ValueError
 
+    def __str__(self) -> str:
+        return f"{self.collective.value} of {self.group}"
+
     @property
     def group(self) -> Group:
         return Group(self.group_size, self.stride)
@@ -154,18 +183,27 @@ class CollectiveSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class ContentionCell:
-    """Factors of at least 1 by which each gets slower while the other runs."""
+    """Factors of at least 1 by which each gets slower while the other runs: the mean of two passes."""
 
     group_size: int
     stride: int
     compute: float | None
     communication: float | None
+    passes_apart: float | None = None
     missing: str | None = None
 
     def __post_init__(self) -> None:
         _check_measured(self, "compute", "communication")
         if self.missing is None and min(self.compute, self.communication) < 1:
             raise ValueError(f"contention below 1: compute {self.compute}, communication {self.communication}")
+        assert self.group  # an impossible one is a ValueError
+
+    def __str__(self) -> str:
+        return str(self.group)
+
+    @property
+    def group(self) -> Group:
+        return Group(self.group_size, self.stride)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,19 +214,24 @@ class VanillaCell:
 
     Args:
         kept: whether layers keep their graphs. Otherwise they are recomputed.
-        factor: time of Megatron's forward and backward pass over the sum of the operations.
+        factor: time of Megatron's forward and backward pass over the sum of the operations: the mean of two passes.
     """
 
     degree: int
     samples: int
     kept: bool
     factor: float | None
+    passes_apart: float | None = None
     missing: str | None = None
 
     def __post_init__(self) -> None:
         _check_measured(self, "factor")
         if self.factor == 0:
             raise ValueError("factor is 0")
+
+    def __str__(self) -> str:
+        how = "graphs kept" if self.kept else "recomputed"
+        return f"Megatron itself, degree {self.degree}, {how}, {counted(self.samples, 'sample')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +242,14 @@ class OptimizerPoint:
     median_ms: float
     spread_ms: float
     repeats: int
+    passes_apart: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.parameters < 1 or self.median_ms <= 0:
+            raise ValueError(f"{self.parameters} parameters in {self.median_ms} ms: both must be above 0")
+
+    def __str__(self) -> str:
+        return f"the optimizer on {counted(self.parameters, 'parameter')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,26 +257,25 @@ class Optimizer:
     """time = fixed + parameters · ns_per_parameter, fitted on relative error with that residual."""
 
     points: tuple[OptimizerPoint, ...]
-    fixed_ms: float
-    ns_per_parameter: float
-    residual: float
+    fixed_ms: float | None
+    ns_per_parameter: float | None
+    residual: float | None
+    missing: str | None = None
 
     def __post_init__(self) -> None:
-        if self.fixed_ms < 0 or self.ns_per_parameter < 0:
-            numbers = f"fixed_ms {self.fixed_ms} and ns_per_parameter {self.ns_per_parameter}"
-            raise ValueError(f"{numbers} must not be negative")
+        _check_measured(self, "fixed_ms", "ns_per_parameter", "residual")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
     """What a training step takes beside its operations, its optimizer and its data-parallel communication."""
 
-    fixed_ms: float
-    per_micro_batch_ms: float
+    fixed_ms: float | None
+    per_micro_batch_ms: float | None
+    missing: str | None = None
 
     def __post_init__(self) -> None:
-        if self.fixed_ms < 0 or self.per_micro_batch_ms < 0:
-            raise ValueError("an overhead is negative")
+        _check_measured(self, "fixed_ms", "per_micro_batch_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +298,11 @@ class MemoryCell:
     def __post_init__(self) -> None:
         _check_measured(self, "parameters_bytes", "peak_bytes")
 
+    def __str__(self) -> str:
+        how = "graphs kept" if self.kept else "recomputed"
+        layers, samples = counted(self.layers, "layer"), counted(self.samples, "sample")
+        return f"degree {self.degree}, {layers}, {samples}, {how}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
@@ -259,12 +314,32 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a measurement holds for. Two of them with the same fingerprint may stand in one file."""
+    """What a measurement holds for. Two of them with the same fingerprint may stand in one file.
+
+    Args:
+        options: Megatron's arguments that change what kernels run, by name; see cost/options.py.
+        available: what the machine had for Megatron's defaults.
+    """
 
     model: ModelShape
     layout: Layout
+    options: dict[str, str]
     device: Device
     software: Software
+    available: Available
+
+
+# What measurements give: the parts of the file, the optimizer's points apart, before they are put together.
+SECTIONS: dict[str, type] = {
+    "operations": OperationCell,
+    "collectives": CollectiveSeries,
+    "contention": ContentionCell,
+    "vanilla": VanillaCell,
+    "optimizer": OptimizerPoint,
+    "overhead": Overhead,
+    "memory": MemoryCell,
+}
+Cell = OperationCell | CollectivePoint | OptimizerPoint | ContentionCell | VanillaCell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +359,13 @@ class Profile:
     memory: tuple[MemoryCell, ...]
     held_out: HeldOut
 
+    def __post_init__(self) -> None:
+        for name in ("operations", "collectives", "contention", "vanilla", "memory"):
+            _check_once(name, map(str, getattr(self, name)))
+        for cell in self.in_passes:
+            if cell.passes_apart < 0:
+                raise ValueError(f"{cell}: passes_apart is {cell.passes_apart}, must not be negative")
+
     @property
     def spread(self) -> float:
         """Distance between the quartiles of the operations' times, as a share of these times."""
@@ -292,9 +374,36 @@ class Profile:
         return sum(cell.spread_ms for cell in measured) / total_ms if total_ms else 0.0
 
     @property
-    def is_disturbed(self) -> bool:
-        """Whether something else seems to have run meanwhile."""
-        return self.spread > _DISTURBED_SPREAD
+    def in_passes(self) -> list[Cell]:
+        """All that two passes have measured."""
+        cells = (*self.operations, *self.collective_points, *self.optimizer.points, *self.contention, *self.vanilla)
+        return [cell for cell in cells if cell.passes_apart is not None]
+
+    @property
+    def collective_points(self) -> Iterator[CollectivePoint]:
+        return (point for series in self.collectives for point in series.points)
+
+    @property
+    def apart(self) -> list[Cell]:
+        """Those whose passes differ by more than a tenth."""
+        return [cell for cell in self.in_passes if cell.passes_apart > APART]
+
+    @property
+    def disturbance(self) -> str | None:
+        """Why something else seems to have run meanwhile; None if nothing does."""
+        if self.spread > _DISTURBED_SPREAD:
+            return f"the operations' times spread by {self.spread:.0%}"
+        for name, cells in (("operations", self.operations), ("collectives", self.collective_points)):
+            share = _share_apart(cells)
+            if share > _DISTURBED_SHARE:
+                return f"two passes differ by more than {APART:.0%} in {share:.0%} of the {name}' time"
+        return None
+
+
+def _share_apart(cells: Iterable[OperationCell | CollectivePoint]) -> float:
+    times_ms = [(cell.passes_apart, cell.median_ms) for cell in cells if cell.passes_apart is not None]
+    total_ms = sum(ms for _, ms in times_ms)
+    return sum(ms for apart, ms in times_ms if apart > APART) / total_ms if total_ms else 0.0
 
 
 def read_profile(path: Path) -> Profile:

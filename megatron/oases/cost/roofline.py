@@ -19,9 +19,10 @@ _ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 # Fused attention reaches less than a plain matrix product (its softmax runs on other units): an estimate.
 _FUSED_ATTENTION_SHARE = 0.6
 _DROPOUT = 2.25  # reads, writes, and a mask of bytes
-# Traffic of clipping and Adam for each parameter, in fp32 values: norm reads 1, clipping 2, zeroing 1; Adam reads
-# gradient, two moments and weight, and writes the last three.
-_OPTIMIZER_VALUES = 1 + 2 + 1 + 7
+# Traffic for each parameter, in fp32 values: zeroing 1; Adam reads gradient, two moments and weight, and writes the
+# last three; for clipping the norm reads 1, and scaling takes 2.
+_ADAM_VALUES = 1 + 7
+_CLIPPING_VALUES = 1 + 2
 
 Times = Iterable[float]
 
@@ -31,17 +32,18 @@ class RooflineCost:
 
     Args:
         cluster: on whose first devices the workload runs.
-        workload: the model and its layout. Sub-batches along the sequence are taken to be of average length and
-            position.
+        workload: the model and its layout.
         dtype: of matrix products: `fp32`, `tf32`, `bf16` or `fp16`. Default: `fp32`, or `bf16` for two bytes an
             element.
-        dropout: whether there is any, hidden and in attention.
+        clips_gradients: whether the optimizer takes their norm and scales them.
 
     Raises:
         UsageError: the workload does not fit on the cluster, or its devices do not know the dtype.
     """
 
-    def __init__(self, cluster: Cluster, workload: Workload, *, dtype: str | None = None, dropout: bool = True):
+    def __init__(
+        self, cluster: Cluster, workload: Workload, *, dtype: str | None = None, clips_gradients: bool = True
+    ):
         model = workload.model
         dtype = dtype or {2: "bf16", 4: "fp32"}[model.element_bytes]
         if dtype not in DTYPES or _ELEMENT_BYTES[dtype] != model.element_bytes:
@@ -58,19 +60,17 @@ class RooflineCost:
         self._cluster = cluster
         self._workload = workload
         self._model = model
-        self._dropout = dropout
+        self._optimizer_values = _ADAM_VALUES + (_CLIPPING_VALUES if clips_gradients else 0)
         self._kernels = Kernels(device=cluster.device, dtype=dtype, element_bytes=model.element_bytes)
         self._topology = Topology(cluster, workload.world_size)
-        chunks = workload.sub_batches if workload.along_sequence else 1
-        self._positions = model.sequence / chunks
-        # Chunk i attends to chunks 0 to i. With its own chunk whole, or, in fused attention, half of it.
-        self._keys = model.sequence * ((chunks + 1) if model.stores_scores else chunks) / (2 * chunks)
+        # Fused attention leaves out what is masked.
+        self._keys = model.sequence if model.stores_scores else model.sequence / 2
 
     def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
         role = part.role
         if degree < 1 or samples < 1:
             raise ValueError(f"{kind.value} of the {role.value} at degree {degree} on {samples} samples")
-        tokens = self._positions * samples
+        tokens = self._model.sequence * samples
         match role:
             case Role.EMBEDDING:
                 kernels = self._embedding(kind, degree, tokens)
@@ -87,7 +87,7 @@ class RooflineCost:
 
     def optimizer_ms(self, parameters: int) -> float:
         half_bytes = self._model.element_bytes if self._model.element_bytes < 4 else 0
-        return self._kernels.traffic_ms(parameters * (4 * _OPTIMIZER_VALUES + half_bytes))
+        return self._kernels.traffic_ms(parameters * (4 * self._optimizer_values + half_bytes))
 
     def iteration_overhead_ms(self, micro_batches: int) -> float:
         return self._cluster.iteration_overhead_ms
@@ -120,7 +120,7 @@ class RooflineCost:
                 return [matmul(h, row, tokens, accumulates=True), *bias]
             case Kind.JOIN:
                 bias = [each(held * h, 2)] if self._model.bias else []
-                return [*bias, *self._dropout_of(held * h), each(held * h, 3)]
+                return [*bias, *self._hidden_dropout(held), each(held * h, 3)]
             case Kind.NORM_GRAD:
                 return [*self._norm_grad(held), each(held * h, 3)]  # plus the residual's gradient
             case Kind.NORM | Kind.RENORM if apart:
@@ -152,7 +152,7 @@ class RooflineCost:
 
     def _attention(self, heads: float) -> tuple[list[float], list[float]]:
         """Core attention of `heads` heads, all samples' together, forward and backward."""
-        positions, keys, d = self._positions, self._keys, self._model.head_size
+        positions, keys, d = self._model.sequence, self._keys, self._model.head_size
         matmul, each = self._kernels.matmul_ms, self._kernels.elementwise_ms
         if not self._model.stores_scores:
             # Two products forward; five backward, two of them the forward's again.
@@ -160,7 +160,7 @@ class RooflineCost:
             return [2 * product], [5 * product]
         scores = heads * positions * keys
         products = [matmul(positions, keys, d, batch=heads), matmul(positions, d, keys, batch=heads)]
-        dropout = self._dropout_of(scores)
+        dropout = self._dropout_of(scores) if self._workload.attention_dropout else []
         forward = [*products, each(scores, 2), each(scores, 2), *dropout]  # mask and scale, softmax
         backward = [*products, *products, each(scores, 2), each(scores, 3), *dropout]
         return forward, backward
@@ -175,11 +175,11 @@ class RooflineCost:
                 return [each(tokens * h, 2)] + ([each(tokens * h, 2)] if degree > 1 else [])
             case Kind.JOIN:
                 positions = [each(held * h, 2), each(held * h, 3)] if self._model.learned_positions else []
-                return [*positions, each(held * h, 2), *self._dropout_of(held * h)]
+                return [*positions, each(held * h, 2), *self._hidden_dropout(held)]
             case Kind.WGRAD:  # a matrix of zeros, its rows, and adding it to the gradient
                 weight = self._model.padded_vocabulary / degree * h
                 add = self._kernels.traffic_ms(weight * (self._model.element_bytes + 8))
-                return [*self._dropout_of(held * h), each(weight, 1), each(tokens * h, 3), add]
+                return [*self._hidden_dropout(held), each(weight, 1), each(tokens * h, 3), add]
         return None
 
     def _head(self, kind: Kind, degree: int, tokens: float) -> Times | None:
@@ -214,7 +214,10 @@ class RooflineCost:
         return [self._kernels.elementwise_ms(tokens * self._model.hidden_size, 4)]
 
     def _join_grad(self, tokens: float) -> list[float]:
-        return self._dropout_of(tokens * self._model.hidden_size)
+        return self._hidden_dropout(tokens)
+
+    def _hidden_dropout(self, tokens: float) -> list[float]:
+        return self._dropout_of(tokens * self._model.hidden_size) if self._workload.hidden_dropout else []
 
     def _dropout_of(self, elements: float) -> list[float]:
-        return [self._kernels.elementwise_ms(elements, _DROPOUT)] if self._dropout else []
+        return [self._kernels.elementwise_ms(elements, _DROPOUT)]

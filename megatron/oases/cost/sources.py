@@ -5,15 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.oases.available import Available
 from megatron.oases.cost.cluster_file import load_cluster
 from megatron.oases.cost.model import CostModel
+from megatron.oases.cost.options import options_of
 from megatron.oases.cost.profile import load_profile_cost
 from megatron.oases.cost.profile_file import read_profile
 from megatron.oases.cost.roofline import RooflineCost
 from megatron.oases.cost.system import System
 from megatron.oases.cost.workload import Workload
-
-_GIB = 2**30
+from megatron.oases.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class CostSource:
     Args:
         name: for titles.
         backend: of the collectives: `gloo` between CPUs, `nccl` between GPUs.
+        available: what the devices have for Megatron's defaults.
         memory_bytes: of a device; None where devices share the host's.
         degrees: TP degrees that the costs know; None for all.
         cost: from the workload, Megatron's arguments for it, and who orders it.
@@ -30,6 +32,7 @@ class CostSource:
 
     name: str
     backend: str
+    available: Available
     memory_bytes: int | None
     degrees: tuple[int, ...] | None
     cost: Callable[[Workload, Namespace, System], CostModel]
@@ -50,13 +53,16 @@ def cluster_source(name_or_file: str) -> CostSource:
     cluster = load_cluster(name_or_file)
 
     def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
-        dropout = workload.hidden_dropout or workload.attention_dropout
-        return RooflineCost(cluster, workload, dtype="fp16" if args.fp16 else None, dropout=dropout)
+        dtype = "fp16" if args.fp16 else None
+        return RooflineCost(cluster, workload, dtype=dtype, clips_gradients=args.clip_grad > 0)
 
+    # A cluster file does not say what is installed: torch is.
+    on_gpu = cluster.backend == "nccl"
     return CostSource(
         name=f"cluster {cluster.name}, {cluster.backend}",
         backend=cluster.backend,
-        memory_bytes=round(cluster.device.memory_gib * _GIB),
+        available=Available.torch_alone("cuda" if on_gpu else "cpu"),
+        memory_bytes=round(cluster.device.memory_gib * GIB),
         degrees=None,
         cost=cost,
     )
@@ -69,12 +75,13 @@ def profile_source(path: Path) -> CostSource:
     on_cpu = fingerprint.device.threads > 0
 
     def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
-        measured = load_profile_cost(path, workload)
+        measured = load_profile_cost(path, workload, options_of(args))
         return measured.for_megatron(kept=workload.recompute == "none") if system.is_vanilla else measured
 
     return CostSource(
         name=f"profile {path}",
         backend=fingerprint.software.backend,
+        available=fingerprint.available,
         memory_bytes=None if on_cpu else fingerprint.device.memory_bytes,
         degrees=tuple(sorted({cell.degree for cell in profile.operations})),
         cost=cost,

@@ -101,7 +101,6 @@ class Workload:
         micro_batches: of one pipeline, in an iteration.
         recompute: `full`: every layer; `block`: the first `recompute_layers` of a stage; `none`.
         sub_batches: how many a micro-batch is cut into.
-        along_sequence: whether along the sequence.
         gradient_bytes: of a parameter in Megatron's gradient buffer.
         hidden_dropout: whether there is any between blocks.
         attention_dropout: whether there is any on attention's scores.
@@ -117,7 +116,6 @@ class Workload:
     recompute: Literal["none", "full", "block"]
     recompute_layers: int = 0
     sub_batches: int = 1
-    along_sequence: bool = False
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
@@ -155,8 +153,6 @@ class Workload:
 
     def sub_batch_sizes(self) -> tuple[int, ...]:
         """Samples of each sub-batch; the first ones are larger where it does not divide."""
-        if self.along_sequence:
-            return (self.micro_batch,) * self.sub_batches
         return sub_batch_sizes(self.micro_batch, self.sub_batches)
 
     def chain(self, stage: int, *, keeps_last_layer: bool) -> tuple[Part, ...]:

@@ -1,7 +1,7 @@
 """Times every collective on its actual groups, all groups of a shape at once, since they share links."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from megatron.oases.measure.ranks import gathered, slowest
 
 _SMALLEST_BYTES = 4 * 1024
 _WARM_UP = 2
-_FEWEST_REPEATS, _MOST_REPEATS = 5, 20
-_SECONDS_A_SIZE = 1.0
+_FEWEST_REPEATS, _MOST_REPEATS = 3, 10  # of one pass of two
+_SECONDS_A_SIZE = 0.5
 
 
 def sizes_bytes(used: set[int]) -> list[int]:
@@ -31,35 +31,41 @@ def sizes_bytes(used: set[int]) -> list[int]:
 
 
 def measure_collective(
-    collective: Collective, shape: Group, group: dist.ProcessGroup, *, sizes: list[int], device: torch.device
+    collective: Collective, shape: Group, group: dist.ProcessGroup | None, *, sizes: list[int], device: torch.device
 ) -> CollectiveSeries:
     """All sizes of one collective.
 
     Args:
         collective: which.
         shape: of the groups.
-        group: this rank's group of that shape.
+        group: this rank's group of that shape; None where it has no part in any: it only waits for those that have.
         sizes: bytes, increasing.
         device: where the tensors lie.
     """
     points = []
-    try:
-        for size in sizes:
-            run, actual = _runner(collective, shape, group, size, device)
-            (timing,) = slowest({size: _times_ms(run, device)}).values()
-            points.append(CollectivePoint(size_bytes=actual, **vars(timing)))
-    except RuntimeError as error:
-        # A backend that lacks the collective says so at once, on every rank. A lost connection is no such thing.
-        if "support" not in str(error).lower():
-            raise
-        reason = f"{dist.get_backend(group)}: {str(error).splitlines()[0]}"
-        return _series(collective, shape, points=(), fit=None, held_out_error=None, missing=reason)
+    reason = _refusal(_runner(collective, shape, group, sizes[0], device)[0])
+    for found in gathered(reason):
+        if found is not None:
+            return CollectiveSeries(
+                collective=collective, group_size=shape.size, stride=shape.stride,
+                points=(), fit=None, held_out_error=None, missing=f"{dist.get_backend()}: {found}",
+            )  # fmt: skip
+    for size in sizes:
+        run, actual = _runner(collective, shape, group, size, device)
+        (timing,) = slowest({size: _times_ms(run, device)}).values()
+        points.append(CollectivePoint(size_bytes=actual, **vars(timing)))
+    return fitted_series(collective, shape, points)
+
+
+def fitted_series(collective: Collective, shape: Group, points: Sequence[CollectivePoint]) -> CollectiveSeries:
+    """The series of two or more measured points, in order of their sizes."""
     xs, ys = [point.size_bytes for point in points], [point.median_ms for point in points]
     line = fit_line(xs, ys)
     errors = sorted(held_out_errors(xs, ys, piecewise_log))
-    return _series(
-        collective,
-        shape,
+    return CollectiveSeries(
+        collective=collective,
+        group_size=shape.size,
+        stride=shape.stride,
         points=tuple(points),
         # A slope of 0 would be an infinite bandwidth: then the largest size says what at least is there.
         fit=CollectiveFit(
@@ -69,8 +75,16 @@ def measure_collective(
     )
 
 
-def _series(collective: Collective, shape: Group, **values) -> CollectiveSeries:
-    return CollectiveSeries(collective=collective, group_size=shape.size, stride=shape.stride, **values)
+def _refusal(run: Callable[[], None]) -> str | None:
+    """What the backend says if it lacks a collective: at once, on every rank of the group. A lost connection is no
+    such thing."""
+    try:
+        run()
+    except RuntimeError as error:
+        if "support" not in str(error).lower():
+            raise
+        return str(error).splitlines()[0]
+    return None
 
 
 def _times_ms(run: Callable[[], None], device: torch.device) -> list[float]:
@@ -99,12 +113,14 @@ def _finish(device: torch.device) -> None:
 
 
 def _runner(
-    collective: Collective, shape: Group, group: dist.ProcessGroup, size_bytes: int, device: torch.device
+    collective: Collective, shape: Group, group: dist.ProcessGroup | None, size_bytes: int, device: torch.device
 ) -> tuple[Callable[[], None], int]:
     """A function that runs the collective once, and the bytes of its whole tensor, rounded to whole parts."""
     count = max(1, size_bytes // 4 // shape.size) * shape.size
     whole = torch.zeros(count, dtype=torch.float32, device=device)
     part = torch.zeros(count // shape.size, dtype=torch.float32, device=device)
+    if group is None:  # for torch that would be the group of all ranks
+        return (lambda: None), count * whole.element_size()
     match collective:
         case Collective.ALL_REDUCE:
             run = lambda: dist.all_reduce(whole, group=group)  # noqa: E731

@@ -21,7 +21,7 @@ from megatron.oases.measure.session import Session, StepTimes
 _WARM_UP_STEPS = 2
 _IN_FLIGHT = 2  # as many as there are sub-batches, as a rule
 _MOST_IN_FLIGHT = 32
-_ALONE = 20  # all-reduces that are timed alone
+_ALONE = 10  # all-reduces that are timed alone
 
 
 class Traffic:

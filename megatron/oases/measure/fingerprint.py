@@ -1,4 +1,4 @@
-"""What a profile holds for: model, layout, device, software."""
+"""What a profile holds for: model, layout, options, device, software."""
 
 import os
 from argparse import Namespace
@@ -6,6 +6,8 @@ from argparse import Namespace
 import psutil
 import torch
 
+from megatron.oases.available import Available
+from megatron.oases.cost.options import options_of
 from megatron.oases.cost.profile_file import Device, Fingerprint, Layout, Software
 from megatron.oases.cost.workload import ModelShape
 from megatron.oases.report.machine import describe_machine
@@ -26,8 +28,8 @@ def fingerprint_of(args: Namespace, device: str) -> Fingerprint:
             sequence_parallel=args.sequence_parallel,
             hidden_dropout=args.hidden_dropout > 0,
             attention_dropout=args.attention_dropout > 0,
-            distributed_optimizer=args.use_distributed_optimizer,
         ),
+        options=options_of(args),
         device=_cuda_device() if device == "cuda" else _host_device(machine["cpu"]),
         software=Software(
             torch=machine["torch"],
@@ -36,6 +38,7 @@ def fingerprint_of(args: Namespace, device: str) -> Fingerprint:
             backend=args.distributed_backend,
             commit=machine["commit"],
         ),
+        available=Available.detect(device),
     )
 
 

@@ -3,11 +3,12 @@
 import dataclasses
 from pathlib import Path
 
-from megatron.oases.cost.profile_file import Fingerprint
+from megatron.oases.command_line import check_output
+from megatron.oases.cost.profile_file import SECTIONS, Fingerprint
 from megatron.oases.cost.records import first_difference, from_json, read_json_object, to_json, write_json_object
 from megatron.oases.errors import UsageError
 
-_VERSION = 1
+_VERSION = 2
 
 
 class Partial:
@@ -23,14 +24,10 @@ class Partial:
     """
 
     def __init__(self, output: Path, fingerprint: Fingerprint, *, restart: bool):
+        check_output("--output", output, replaces=True)
         self.path = output.with_name(f"{output.name}.partial")
         self._fingerprint = fingerprint
         self.finished: dict[str, dict] = {}
-        folder = output.absolute().parent
-        if not folder.is_dir():
-            raise UsageError(f"--output {output}: there is no folder {folder}")
-        if output.is_dir():
-            raise UsageError(f"--output {output} is a folder")
         if output.exists() and not restart:
             raise UsageError(f"--output {output} is there already; add --restart to replace it")
         if self.path.exists() and not restart:
@@ -58,7 +55,11 @@ class Partial:
                 raise UsageError(
                     f"{self.path} is of another run: its {part}'s {difference}; add --restart to begin anew"
                 )
-        finished = data.get("finished")
-        if not isinstance(finished, dict):
-            raise UsageError(f"{self.path}: finished must be an object; add --restart to begin anew")
+        finished = from_json(dict[str, dict], data.get("finished"), f"{self.path}: finished")
+        for name, result in finished.items():
+            for section, entries in result.items():
+                where = f"{self.path}: finished: {name}: {section}"
+                if section not in SECTIONS:
+                    raise UsageError(f"{where} is unknown; there are {', '.join(SECTIONS)}")
+                from_json(tuple[SECTIONS[section], ...], entries, where)
         self.finished = finished

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -15,28 +15,31 @@ from megatron.oases.arguments import OasesConfig
 from megatron.oases.cost.fits import fit_line, held_out_errors, piecewise_linear
 from megatron.oases.cost.profile_file import (
     VERSION,
-    CollectiveSeries,
-    ContentionCell,
+    SECTIONS,
     Fingerprint,
     HeldOut,
-    MemoryCell,
     OperationCell,
     Optimizer,
     OptimizerPoint,
-    Overhead,
     Profile,
-    VanillaCell,
     write_profile,
 )
 from megatron.oases.cost.records import from_json
 from megatron.oases.errors import UsageError
 from megatron.oases.measure.fingerprint import fingerprint_of
+from megatron.oases.measure.merge import (
+    faster,
+    larger_peak,
+    merge,
+    merged_contention,
+    merged_series,
+    merged_vanilla,
+    smaller,
+)
 from megatron.oases.measure.partial import Partial
 from megatron.oases.measure.ranks import gathered
-from megatron.oases.measure.tasks import Tasks
+from megatron.oases.measure.tasks import PASSES, Tasks
 from megatron.oases.report.progress import RunsProgress, runs_progress
-
-T = TypeVar("T")
 
 
 def take_profile(
@@ -71,17 +74,17 @@ def take_profile(
     fingerprint = fingerprint_of(args, config.device)
     partial = _agreed(lambda: Partial(output, fingerprint, restart=restart) if is_first else None)
     (finished,) = _from_first([partial.finished if is_first else None])
-    names = []
-    with _progress(console, len(list(tasks)), is_first) as progress:
-        for task in tasks:
-            names.append(task.name)
-            if task.name not in finished:
-                progress.start(task.name)
-                finished[task.name] = task.measure()
-                _agreed(lambda task=task: is_first and partial.add(task.name, finished[task.name]))
-            progress.finish(task.name, "done")
+    # All of the first pass before any of the second, so that no slow minute of the machine hits both of a measurement.
+    todo = {f"pass {number}: {task.name}": task for number in range(1, PASSES + 1) for task in tasks}
+    with _progress(console, len(todo), is_first) as progress:
+        for name, task in todo.items():
+            if name not in finished:
+                progress.start(name)
+                finished[name] = task.measure()
+                _agreed(lambda name=name: is_first and partial.add(name, finished[name]))
+            progress.finish(name, "done")
     tasks.close()
-    profile = assemble([finished[name] for name in names], fingerprint=fingerprint, command=command, file=str(output))
+    profile = assemble([finished[name] for name in todo], fingerprint=fingerprint, command=command, file=str(output))
 
     def write() -> None:
         if is_first:
@@ -93,35 +96,44 @@ def take_profile(
 
 
 def assemble(results: Sequence[dict], *, fingerprint: Fingerprint, command: str, file: str) -> Profile:
-    """The profile that the measurements' results, by section of the file, make together."""
-    sections: dict[str, list] = defaultdict(list)
+    """The profile that the measurements' results, by section of the file, make together.
+
+    Args:
+        results: of the first pass, and behind them those of the second.
+        fingerprint: of the run.
+        command: the command line.
+        file: where the profile will stand, for messages.
+    """
+    found: dict[str, list] = defaultdict(list)
     for result in results:
         for name, entries in result.items():
-            sections[name] += entries
-
-    def section(kind: type[T], name: str) -> tuple[T, ...]:
-        return from_json(tuple[kind, ...], sections[name], f"{file}: {name}")
-
-    operations = section(OperationCell, "operations")
-    (overhead,) = section(Overhead, "overhead")
+            found[name] += from_json(tuple[SECTIONS[name], ...], entries, f"{file}: {name}")
+    if not found["overhead"]:
+        raise UsageError(f"{file}: nothing says what a step takes besides; add --restart to begin anew")
+    operations = merge(found["operations"], str, faster)
+    (overhead,) = merge(found["overhead"], lambda _: None, smaller)
     return Profile(
         version=VERSION,
         fingerprint=fingerprint,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
-        operations=operations,
-        collectives=section(CollectiveSeries, "collectives"),
-        contention=section(ContentionCell, "contention"),
-        vanilla=section(VanillaCell, "vanilla"),
-        optimizer=_optimizer(section(OptimizerPoint, "optimizer")),
+        operations=tuple(operations),
+        collectives=tuple(merge(found["collectives"], str, merged_series)),
+        contention=tuple(merge(found["contention"], str, merged_contention)),
+        vanilla=tuple(merge(found["vanilla"], str, merged_vanilla)),
+        optimizer=_optimizer(found["optimizer"], missing=next((cell.missing for cell in operations), None)),
         overhead=overhead,
-        memory=section(MemoryCell, "memory"),
+        memory=tuple(merge(found["memory"], str, larger_peak)),
         held_out=_held_out(operations),
     )
 
 
-def _optimizer(points: Sequence[OptimizerPoint]) -> Optimizer:
-    points = tuple(sorted(points, key=lambda point: point.parameters))
+def _optimizer(points: Sequence[OptimizerPoint], *, missing: str | None) -> Optimizer:
+    """`missing`: why there is no point, where there is none."""
+    if not points:
+        reason = missing or "was not measured"
+        return Optimizer(points=(), fixed_ms=None, ns_per_parameter=None, residual=None, missing=reason)
+    points = tuple(sorted(merge(points, lambda point: point.parameters, faster), key=lambda point: point.parameters))
     line = fit_line([point.parameters for point in points], [point.median_ms for point in points])
     return Optimizer(
         points=points, fixed_ms=line.fixed, ns_per_parameter=line.slope * 1e6, residual=line.residual
@@ -149,7 +161,7 @@ def _agreed(action: Callable[[], Any]) -> Any:
     result = problem = None
     try:
         result = action()
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         problem = str(error)
     for found in gathered(problem):
         if found is not None:

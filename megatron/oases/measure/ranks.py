@@ -51,7 +51,7 @@ def of_slowest_rank(times_ms: Sequence[float]) -> Timing:
     return max(gathered(Timing.of(times_ms)), key=lambda timing: timing.median_ms)
 
 
-def new_group(shape: Group) -> dist.ProcessGroup:
-    """This rank's group of that shape; all ranks call it together."""
+def new_group(shape: Group) -> dist.ProcessGroup | None:
+    """This rank's group of that shape, None if it is in none; all ranks call it together."""
     mine, _ = dist.new_subgroups_by_enumeration(shape.ranks(dist.get_world_size()))
     return mine

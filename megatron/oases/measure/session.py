@@ -42,7 +42,7 @@ class StepTimes:
 
     Args:
         operations: each with its time; those that start collectives are among them.
-        optimizer_ms: zeroing of gradients, clipping, Adam.
+        optimizer_ms: zeroing of gradients, clipping, Adam; without the gathering of parameters.
         rest_ms: what is left of the step beside both and beside data-parallel communication. In a vanilla session that
             is the whole forward and backward pass, too.
     """
@@ -98,6 +98,9 @@ class Session:
         for chunk in self._model:
             chunk.train()
             chunk.zero_grad_buffer = self.stopwatch.wrap("optimizer", chunk.zero_grad_buffer)
+            for buffers in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                # The distributed optimizer's step ends with it; as a collective it is measured apart.
+                buffers.start_param_sync = self.stopwatch.wrap("gather", buffers.start_param_sync)
         self._optimizer.step = self._together(self.stopwatch.wrap("optimizer", self._optimizer.step))
         self._forward_step = self._together(gpt.forward_step)
         self._config = get_model_config(self._model[0])
@@ -167,7 +170,7 @@ class Session:
                     iteration=self._iteration,
                 )
             self._iteration += 1
-            yield _sorted(self.stopwatch.take())
+            yield step_times(self.stopwatch.take())
 
     def _together(self, function: Callable) -> Callable:
         """The function, begun by all ranks at once.
@@ -191,8 +194,9 @@ class Session:
         torch.cuda.empty_cache()
 
 
-def _sorted(spans: list[tuple[object, float]]) -> StepTimes:
-    named = {"step": 0.0, "optimizer": 0.0, "finalize": 0.0, "wait": 0.0}
+def step_times(spans: list[tuple[object, float]]) -> StepTimes:
+    """From (operation or name, ms). A gathering of parameters lies within the optimizer's step."""
+    named = {"step": 0.0, "optimizer": 0.0, "gather": 0.0, "finalize": 0.0, "wait": 0.0}
     operations = []
     for key, ms in spans:
         if isinstance(key, Operation):
@@ -201,4 +205,5 @@ def _sorted(spans: list[tuple[object, float]]) -> StepTimes:
             named[key] += ms
     apart_ms = named["optimizer"] + named["finalize"] + named["wait"]
     rest_ms = named["step"] - apart_ms - sum(ms for _, ms in operations)
-    return StepTimes(operations=operations, optimizer_ms=named["optimizer"], rest_ms=rest_ms)
+    optimizer_ms = named["optimizer"] - named["gather"]
+    return StepTimes(operations=operations, optimizer_ms=optimizer_ms, rest_ms=rest_ms)

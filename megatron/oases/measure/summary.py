@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from megatron.oases.cost.profile_file import OperationCell, Profile
+from megatron.oases.cost.profile_file import APART, OperationCell, Optimizer, Overhead, Profile
 from megatron.oases.schedule import Kind, Role
 from megatron.oases.sizes import counted
 
@@ -65,14 +65,15 @@ def collectives_table(profile: Profile) -> Table:
 
 def remarks(profile: Profile) -> list[str]:
     """The rest, a line each."""
-    optimizer, overhead, held_out = profile.optimizer, profile.overhead, profile.held_out
-    disturbed = ": take the profile again with nothing else running" if profile.is_disturbed else ""
+    held_out = profile.held_out
     lines = [
-        f"operations: quartiles lie {profile.spread:.0%} of an operation's time apart{disturbed}",
-        f"optimizer: {optimizer.fixed_ms:.2f} ms + {optimizer.ns_per_parameter:.3f} ns a parameter "
-        f"(error {optimizer.residual:.1%} at {counted(len(optimizer.points), 'point')})",
-        f"rest of an iteration: {overhead.fixed_ms:.2f} ms + {overhead.per_micro_batch_ms:.2f} ms a micro-batch",
+        f"operations: quartiles lie {profile.spread:.0%} of an operation's time apart",
+        _passes(profile),
+        f"optimizer: {_optimizer(profile.optimizer)}",
+        f"rest of an iteration: {_overhead(profile.overhead)}",
     ]
+    if profile.disturbance is not None:
+        lines.append(f"disturbed: {profile.disturbance}; take the profile again with nothing else running")
     for cell in profile.contention:
         factors = cell.missing
         if factors is None:
@@ -95,10 +96,34 @@ def remarks(profile: Profile) -> list[str]:
                 f"memory, degree {cell.degree}, {counted(cell.layers, 'layer')}, {counted(cell.samples, 'sample')}, "
                 f"{how}: peak {cell.peak_bytes / 2**20:.0f} MiB, parameters {cell.parameters_bytes / 2**20:.0f} MiB"
             )
-    missing = [cell for cell in (*profile.operations, *profile.collectives, *profile.contention) if cell.missing]
+    sections = (profile.operations, profile.collectives, profile.contention, profile.vanilla, profile.memory)
+    missing = [cell for section in sections for cell in section if cell.missing]
     for reason in sorted({cell.missing for cell in missing}):
         lines.append(f"missing: {sum(cell.missing == reason for cell in missing)} measurements: {reason}")
     return lines
+
+
+def _passes(profile: Profile) -> str:
+    """How many measurements came out differently in the two passes, and which most."""
+    apart, all_of_them = profile.apart, counted(len(profile.in_passes), "measurement")
+    line = f"two passes: {len(apart)} of {all_of_them} differ by more than {APART:.0%}"
+    if apart:
+        worst = max(apart, key=lambda cell: cell.passes_apart)
+        line += f", most of all, by {worst.passes_apart:.0%}, {worst}"
+    return line
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    if optimizer.missing is not None:
+        return optimizer.missing
+    return (
+        f"{optimizer.fixed_ms:.2f} ms + {optimizer.ns_per_parameter:.3f} ns a parameter "
+        f"(error {optimizer.residual:.1%} at {counted(len(optimizer.points), 'point')})"
+    )
+
+
+def _overhead(overhead: Overhead) -> str:
+    return overhead.missing or f"{overhead.fixed_ms:.2f} ms + {overhead.per_micro_batch_ms:.2f} ms a micro-batch"
 
 
 def _shown(cell: OperationCell) -> str:

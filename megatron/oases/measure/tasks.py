@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.oases.arguments import OasesConfig
 from megatron.oases.cost.model import Collective, Group
-from megatron.oases.cost.profile_file import ContentionCell, MemoryCell, OperationCell, VanillaCell
+from megatron.oases.cost.profile_file import ContentionCell, MemoryCell, OperationCell, Overhead, VanillaCell
 from megatron.oases.cost.records import to_json
 from megatron.oases.errors import UsageError
 from megatron.oases.measure.clock import clock_of
@@ -29,25 +29,26 @@ from megatron.oases.measure.session import Session
 from megatron.oases.measure.vanilla import measure_vanilla
 from megatron.oases.schedule import Role
 
+PASSES = 2
 # Two, so that what a layer finds in the caches was not left there by itself.
 _LAYERS = 2
 
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement: its name, unique in a profile, and what takes it, as JSON by section of the file."""
+    """One measurement: its name, unique in a pass, and what takes it, as JSON by section of the file."""
 
     name: str
     measure: Callable[[], dict]
 
 
 class Tasks:
-    """All measurements of a run, in order. All ranks take each of them together.
+    """All measurements of one pass, in order. All ranks take each of them together.
 
     Args:
         args: Megatron's validated arguments; torch.distributed is up.
         config: the Oases flags.
-        repeats: training steps that are timed for each number of samples.
+        repeats: training steps that are timed for each number of samples in all passes.
         degrees: TP degrees to measure; all that divide the user's, if None.
 
     Raises:
@@ -57,7 +58,7 @@ class Tasks:
     def __init__(
         self, args: Namespace, config: OasesConfig, *, repeats: int, degrees: Sequence[int] | None = None
     ):
-        self._args, self._config, self._repeats = args, config, repeats
+        self._args, self._config, self._repeats = args, config, -(-repeats // PASSES)
         self._base = copy.copy(args)
         self._clock = clock_of(config.device)
         self._device = torch.device("cpu")
@@ -72,9 +73,16 @@ class Tasks:
             _check_degrees(degrees, self._tensor, self._degrees)
             self._degrees = [t for t in self._degrees if t in degrees]
         self._samples = sub_batch_sizes(args.micro_batch_size)
+        self._shapes = group_shapes(
+            tensor=self._tensor,
+            pipeline=self._pipeline,
+            data=self._data,
+            degrees=self._degrees,
+            tied_embeddings=not args.untie_embeddings_and_output_weights,
+        )
 
     def __iter__(self) -> Iterator[Task]:
-        for shape, collectives in self._shapes().items():
+        for shape, collectives in self._shapes.items():
             for collective in collectives:
                 yield Task(f"{collective.value}, {shape}", lambda c=collective, s=shape: self._collective(c, s))
         for degree in self._degrees:
@@ -99,19 +107,10 @@ class Tasks:
         if degree == self._tensor:
             yield Task("overhead of an iteration", lambda: self._overhead(degree))
         tensor_shapes = {Group(t) for t in self._degrees}
-        for shape in self._shapes():
-            if shape == Group(degree) or (degree == self._tensor and shape not in tensor_shapes):
+        for shape, collectives in self._shapes.items():
+            runs_beside = Collective.ALL_GATHER in collectives  # what joins pipeline stages does not
+            if runs_beside and (shape == Group(degree) or (degree == self._tensor and shape not in tensor_shapes)):
                 yield Task(f"contention, {shape}", lambda s=shape: self._contention(degree, s))
-
-    def _shapes(self) -> dict[Group, tuple[Collective, ...]]:
-        """The groups that communicate, and which collectives they are asked for."""
-        plain = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-        shapes = {Group(t): (*plain, Collective.ALL_TO_ALL) for t in self._degrees}
-        for t in self._degrees:  # a block of a lower degree runs in T/t sub-groups
-            shapes.setdefault(Group(self._tensor // t, stride=t), plain)
-        shapes[Group(self._data, self._tensor)] = plain
-        shapes[Group(self._pipeline, self._tensor * self._data)] = (Collective.ALL_REDUCE, Collective.SEND)
-        return {shape: collectives for shape, collectives in shapes.items() if shape.size > 1}
 
     def _collective(self, collective: Collective, shape: Group) -> dict:
         used = {self._activation_bytes(samples) for samples in self._samples}
@@ -124,7 +123,9 @@ class Tasks:
         def measured() -> dict:
             session = self._open_session(degree, layers, kept)
             cells, optimizer = measure_operations(session, samples=samples, repeats=self._repeats)
-            result = {"optimizer": [to_json(optimizer)]}
+            result = {}
+            if samples == min(self._samples) and not kept:  # once for each number of parameters
+                result["optimizer"] = [to_json(optimizer)]
             if layers == _LAYERS:
                 result["operations"] = [to_json(cell) for cell in cells if self._belongs(cell, kept)]
             if samples == max(self._samples):
@@ -153,9 +154,15 @@ class Tasks:
         return not (kept and cell.role in (Role.EMBEDDING, Role.HEAD))
 
     def _overhead(self, degree: int) -> dict:
-        session = self._open_session(degree, _LAYERS, False)
-        overhead = measure_overhead(session, samples=max(self._samples), repeats=self._repeats)
-        return {"overhead": [to_json(overhead)]}
+        def measured() -> dict:
+            session = self._open_session(degree, _LAYERS, False)
+            overhead = measure_overhead(session, samples=max(self._samples), repeats=self._repeats)
+            return {"overhead": [to_json(overhead)]}
+
+        def missing(reason: str) -> dict:
+            return {"overhead": [to_json(Overhead(fixed_ms=None, per_micro_batch_ms=None, missing=reason))]}
+
+        return self._unless_out_of_memory(measured, missing)
 
     def _contention(self, degree: int, shape: Group) -> dict:
         def measured() -> dict:
@@ -198,7 +205,9 @@ class Tasks:
         result = reason = None
         try:
             result = measured()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             reason = f"out of memory: {str(error).splitlines()[0]}"
             self.close()
         reasons = [each for each in gathered(reason) if each is not None]
@@ -229,7 +238,7 @@ class Tasks:
             self._session.close()
             self._session = None
 
-    def _group(self, shape: Group) -> dist.ProcessGroup:
+    def _group(self, shape: Group) -> dist.ProcessGroup | None:
         if shape not in self._groups:
             self._groups[shape] = new_group(shape)
         return self._groups[shape]
@@ -238,6 +247,32 @@ class Tasks:
         args = self._base
         element_bytes = 2 if args.fp16 or args.bf16 else 4
         return args.seq_length * samples * args.hidden_size * element_bytes
+
+
+def group_shapes(
+    *, tensor: int, pipeline: int, data: int, degrees: Sequence[int], tied_embeddings: bool
+) -> dict[Group, tuple[Collective, ...]]:
+    """The groups that communicate, and which collectives they are asked for.
+
+    Args:
+        tensor, pipeline, data: sizes of the layout.
+        degrees: TP degrees that blocks may have.
+        tied_embeddings: whether the first and the last stage share the embedding, and so its gradient.
+    """
+    plain = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    shapes = {Group(t): (*plain, Collective.ALL_TO_ALL) for t in degrees}
+    for t in degrees:  # a block of a lower degree runs in T/t sub-groups
+        shapes.setdefault(Group(tensor // t, stride=t), plain)
+    shapes[Group(data, tensor)] = plain
+    shapes[Group(pipeline, tensor * data)] = (Collective.ALL_REDUCE, Collective.SEND)
+    if tied_embeddings and pipeline > 2:  # of two stages they are the pipeline's groups
+        shapes[Group(2, tensor * data * (pipeline - 1))] = (Collective.ALL_REDUCE,)
+    return {shape: collectives for shape, collectives in shapes.items() if shape.size > 1}
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """On the CPU torch has no type of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _check_degrees(degrees: Sequence[int], tensor: int, possible: Sequence[int]) -> None:

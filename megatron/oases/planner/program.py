@@ -23,8 +23,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
 from megatron.oases.planner.problem import Choice, Edge, Evaluation, Pass, Problem, evaluate, slots
+from megatron.oases.sizes import GIB  # in which bytes are counted: the solver wants numbers of similar size
 
-_GIB = 2**30  # the solver wants numbers of similar size
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Infeasible(Exception):
     """
 
     def __init__(self, least_bytes: int, choices: tuple[Choice, ...]):
-        super().__init__(f"the smallest plan needs {least_bytes / _GIB:.2f} GiB")
+        super().__init__(f"the smallest plan needs {least_bytes / GIB:.2f} GiB")
         self.least_bytes = least_bytes
         self.choices = choices
 
@@ -169,11 +169,11 @@ class _Program:
         problem, working = self._problem, self._variable()
         memory = Expression({working: 1.0})
         for times, table, x in zip(problem.repeats, problem.parts, self._x, strict=True):
-            memory += Expression({x[choice]: times * cost.kept_bytes / _GIB for choice, cost in table.items()})
-            own = Expression({x[choice]: cost.working_bytes / _GIB for choice, cost in table.items()})
+            memory += Expression({x[choice]: times * cost.kept_bytes / GIB for choice, cost in table.items()})
+            own = Expression({x[choice]: cost.working_bytes / GIB for choice, cost in table.items()})
             self._row(Expression({working: 1.0}) - own, 0.0, np.inf)
         if limited and problem.memory_bytes is not None:
-            self._row(memory, -np.inf, problem.memory_bytes / _GIB)
+            self._row(memory, -np.inf, problem.memory_bytes / GIB)
         return memory
 
     def _connect(self, edge: Edge) -> dict[tuple[int, int], int]:

@@ -10,8 +10,8 @@ from rich.table import Table
 from megatron.oases.plan import Plan, format_degrees
 from megatron.oases.planner.program import solve
 from megatron.oases.planner.search import Candidate, scaled
+from megatron.oases.sizes import GIB
 
-_GIB = 2**30
 _CHANGES = ((1.0, 1.2), (1.0, 0.8), (1.2, 1.0), (0.8, 1.0))
 
 
@@ -51,7 +51,7 @@ def plans_table(candidates: Sequence[Candidate], *, title: str) -> Table:
             f"{evaluation.compute_ms:.1f}",
             f"{evaluation.exposed_ms:.1f}",
             f"{evaluation.once_ms:.1f}",
-            f"{evaluation.memory_bytes / _GIB:.2f}",
+            f"{evaluation.memory_bytes / GIB:.2f}",
             "–" if simulated is None else f"{simulated.iteration_ms:.1f}",
         )
     return table
@@ -62,11 +62,11 @@ def explanation(candidates: Sequence[Candidate]) -> Iterator[str]:
     best, evaluation = candidates[0], candidates[0].evaluation
     limit = best.problem.memory_bytes
     if limit is None:
-        yield f"Memory: {evaluation.memory_bytes / _GIB:.2f} GiB; no limit is known."
+        yield f"Memory: {evaluation.memory_bytes / GIB:.2f} GiB; no limit is known."
     else:
-        left = (limit - evaluation.memory_bytes) / _GIB
+        left = (limit - evaluation.memory_bytes) / GIB
         free = _without_limit(best)
-        yield f"Memory: {evaluation.memory_bytes / _GIB:.2f} of {limit / _GIB:.2f} GiB, {left:.2f} left."
+        yield f"Memory: {evaluation.memory_bytes / GIB:.2f} of {limit / GIB:.2f} GiB, {left:.2f} left."
         if free < evaluation.iteration_ms * (1 - 1e-3):
             yield f"Memory binds: without the limit the best plan would take {free:.1f} ms."
     share = evaluation.exposed_ms / evaluation.transfer_ms if evaluation.transfer_ms else 0.0
@@ -121,7 +121,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     predicted = plan.predicted
     facts["predicted iteration, ms"] = "–" if predicted is None else f"{predicted.iteration_ms:.1f}"
     facts["predicted exposed, ms"] = "–" if predicted is None else f"{predicted.exposed_ms:.1f}"
-    facts["predicted memory, GiB"] = "–" if predicted is None else f"{predicted.memory_bytes / _GIB:.2f}"
+    facts["predicted memory, GiB"] = "–" if predicted is None else f"{predicted.memory_bytes / GIB:.2f}"
     return facts
 
 

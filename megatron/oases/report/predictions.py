@@ -6,8 +6,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.oases.cost.result import Prediction, StagePrediction
+from megatron.oases.sizes import GIB
 
-_GIB = 2**30
 
 
 def predictions_table(predictions: Mapping[str, Prediction], *, title: str) -> Table:
@@ -43,7 +43,7 @@ def predictions_table(predictions: Mapping[str, Prediction], *, title: str) -> T
             "–" if prediction.hidden is None else f"{prediction.hidden:.0%}",
             f"{prediction.tokens_per_s:.0f}",
             f"{first.iteration_ms / prediction.iteration_ms:.3f}",
-            f"{prediction.peak_bytes / _GIB:.2f}",
+            f"{prediction.peak_bytes / GIB:.2f}",
         )
     return table
 
@@ -88,7 +88,7 @@ def memory_table(predictions: Mapping[str, Prediction]) -> Table:
             stage.peak_bytes - static.total_bytes,
             stage.peak_bytes,
         )
-        table.add_row(name, *(f"{size_bytes / _GIB:.3f}" for size_bytes in sizes))
+        table.add_row(name, *(f"{size_bytes / GIB:.3f}" for size_bytes in sizes))
     return table
 
 

@@ -46,10 +46,17 @@ _FASTEST_WITHOUT_TRANSFORMER_ENGINE = ("--oases-core-attention", "sdpa")
 _OWN_FLAGS = {"--train-iters": "--iterations", "--oases-report": "--json", "--oases-only": "--bound"}
 
 
-def shared_flags(*, recompute: str, iterations: int, overrides: Sequence[str]) -> list[str]:
-    """What every system is run with. The user's flags come last, and argparse takes the last."""
+def shared_flags(
+    *, recompute: str, iterations: int, overrides: Sequence[str], transformer_engine: bool | None = None
+) -> list[str]:
+    """What every system is run with. The user's flags come last, and argparse takes the last.
+
+    `transformer_engine`: whether it is there where the run takes place. Default: whether it is here.
+    """
     _refuse_own(overrides, "after --")
-    fastest = () if Available.detect("cuda").transformer_engine else _FASTEST_WITHOUT_TRANSFORMER_ENGINE
+    if transformer_engine is None:
+        transformer_engine = Available.detect("cuda").transformer_engine
+    fastest = () if transformer_engine else _FASTEST_WITHOUT_TRANSFORMER_ENGINE
     return [
         *_REFERENCE_WORKLOAD.split(),
         *fastest,

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.oases.cost.result import Prediction
 from megatron.oases.cost.simulator import Span
+from megatron.oases.sizes import GIB
 
 # In the order in which they are shown.
 LANES = ("compute", "communication", "data", "pipeline")
@@ -45,7 +46,7 @@ def _events(system: str, prediction: Prediction, first_process: int) -> Iterator
                 "pid": process,
                 "tid": 0,
                 "ts": time_ms * 1e3,
-                "args": {"GiB": size_bytes / 2**30},
+                "args": {"GiB": size_bytes / GIB},
             }
     for span in prediction.timeline:
         yield {
