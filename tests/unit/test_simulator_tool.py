@@ -56,7 +56,7 @@ def _tool(*argv: str) -> subprocess.CompletedProcess:
 
 
 TRAINING = """--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2 --vocab-size 512""".split()
+    --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2 --vocab-size 512""".split()
 
 
 def test_a_training_command_is_taken_as_it_is(tmp_path):
@@ -85,6 +85,20 @@ def test_a_prediction_with_every_output(tmp_path):
         assert f"{system['iteration_ms']:.1f}" in done.stdout and name in done.stdout
     assert json.loads(files["--trace"].read_text())["traceEvents"]
     assert files["--png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--oases-degrees", "2"), "--oases-degrees 2 names 1 layers, --num-layers is 2"),
+        (("--oases-degrees", "3,2"), "--oases-degrees 3,2: degree 3 does not divide tensor 2; legal are 1, 2"),
+        (("--oases-degrees=1x2", "--micro-batch-size", "3", "--global-batch-size", "3"), "sub-groups, among which"),
+        (("--oases-degrees", "2x2", "--oases-plan", "p.json"), "--oases-plan p.json and --oases-degrees 2x2"),
+        (("--oases-plan", "/no/such/p.json"), "/no/such/p.json cannot be read"),
+    ],
+)
+def test_degrees_that_cannot_be_are_one_line(monkeypatch, capsys, flags, said):
+    test_a_mistake_is_one_line(monkeypatch, capsys, ["--cluster", "emulated", "--", *TRAINING, *flags], said)
 
 
 def test_what_is_not_simulated_is_refused():

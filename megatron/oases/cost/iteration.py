@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron.oases.cost.data_parallel import (
     beside_first_forward,
     beside_last_backward,
+    copies_ms,
     gather_ms,
     norm_gradients_ms,
     reduce_ms,
@@ -68,6 +69,7 @@ class _Tail:
 
     reduce: float
     norms: float
+    copies: float
     embedding: float
     optimizer: float
     gather: float
@@ -116,7 +118,10 @@ class _Iteration:
         )
         tails = [self._tail(stage, steps) for stage, steps in enumerate(placed)]
         # The norm of all gradients is known to all stages before any of them updates a parameter.
-        reduced_ms = [steps[-1].free_ms + tail.reduce + tail.norms for steps, tail in zip(placed, tails, strict=True)]
+        reduced_ms = [
+            steps[-1].free_ms + tail.reduce + tail.norms + tail.copies
+            for steps, tail in zip(placed, tails, strict=True)
+        ]
         if self._ties_stages:
             reduced_ms[0] = reduced_ms[-1] = max(reduced_ms[0], reduced_ms[-1])
         together_ms = max(end_ms + tail.embedding for end_ms, tail in zip(reduced_ms, tails, strict=True))
@@ -167,7 +172,7 @@ class _Iteration:
         return self._workload.model.tied_embeddings and self._workload.pipeline > 1
 
     def _tail(self, stage: int, steps: list[PlacedStep]) -> _Tail:
-        cost, workload = self._cost, self._workload
+        cost, workload, layout = self._cost, self._workload, self._stages[stage].schedule.layout
         parameters = stage_parameters(workload, stage)
         if workload.overlap_grad_reduce:
             reduce = self._pass(stage, steps[-1].step).data_left_ms
@@ -181,7 +186,8 @@ class _Iteration:
         updated = -(-parameters // workload.data) if workload.distributed_optimizer else parameters
         return _Tail(
             reduce=reduce,
-            norms=norm_gradients_ms(cost, workload, self._stages[stage].schedule.layout),
+            norms=norm_gradients_ms(cost, workload, layout),
+            copies=copies_ms(cost, workload, layout.chain),
             embedding=embedding,
             optimizer=cost.optimizer_ms(updated),
             # Otherwise the next iteration's first forward pass has it beside it.
@@ -193,7 +199,8 @@ class _Iteration:
     ) -> StagePrediction:
         passes = [self._pass(stage, each.step) for each in placed]
         compute_ms = sum(result.compute_ms for result in passes)
-        exposed_ms = sum(result.exposed_ms for result in passes) + tail.norms
+        summed_ms = tail.norms + tail.copies
+        exposed_ms = sum(result.exposed_ms for result in passes) + summed_ms
         data_parallel_ms = tail.reduce + tail.gather
         known_ms = compute_ms + exposed_ms + data_parallel_ms + tail.optimizer + overhead_ms
         data_ms = sum(result.data_ms for result in passes)
@@ -207,7 +214,7 @@ class _Iteration:
             data_parallel_ms=data_parallel_ms,
             optimizer_ms=tail.optimizer,
             overhead_ms=overhead_ms,
-            communication_ms=sum(result.communication_ms for result in passes) + tail.norms + data_ms,
+            communication_ms=sum(result.communication_ms for result in passes) + summed_ms + data_ms,
             static=static,
             peak_bytes=peak_bytes,
             memory=memory,
@@ -236,6 +243,8 @@ class _Iteration:
             if self._workload.overlap_grad_reduce:
                 pieces = []  # they are in the last list's spans
             pieces.append(("communication", "sum gradients of norms", at_ms + tail.reduce, tail.norms))
+            copied_at_ms = at_ms + tail.reduce + tail.norms
+            pieces.append(("communication", "sum gradients of sub-groups", copied_at_ms, tail.copies))
             pieces.append(("pipeline", "sum gradient of embedding", reduced_ms[stage], tail.embedding))
             pieces.append(("compute", "optimizer", together_ms, tail.optimizer))
             pieces.append(("data", "gather parameters", together_ms + tail.optimizer, tail.gather))

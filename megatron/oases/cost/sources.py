@@ -22,6 +22,7 @@ class CostSource:
 
     Args:
         name: for titles.
+        device: what one is called.
         backend: of the collectives: `gloo` between CPUs, `nccl` between GPUs.
         memory_bytes: of a device; None where devices share the host's.
         degrees: TP degrees that the costs know; None for all.
@@ -29,6 +30,7 @@ class CostSource:
     """
 
     name: str
+    device: str
     backend: str
     memory_bytes: int | None
     degrees: tuple[int, ...] | None
@@ -55,6 +57,7 @@ def cluster_source(name_or_file: str) -> CostSource:
 
     return CostSource(
         name=f"cluster {cluster.name}, {cluster.backend}",
+        device=cluster.device.name,
         backend=cluster.backend,
         memory_bytes=round(cluster.device.memory_gib * _GIB),
         degrees=None,
@@ -74,6 +77,7 @@ def profile_source(path: Path) -> CostSource:
 
     return CostSource(
         name=f"profile {path}",
+        device=fingerprint.device.name,
         backend=fingerprint.software.backend,
         memory_bytes=None if on_cpu else fingerprint.device.memory_bytes,
         degrees=tuple(sorted({cell.degree for cell in profile.operations})),

@@ -1,6 +1,7 @@
 """Which measurements make a profile, in which order, and how each is taken."""
 
 import copy
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,8 +108,9 @@ class Tasks:
         """The groups that communicate, and which collectives they are asked for."""
         plain = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
         shapes = {Group(t): (*plain, Collective.ALL_TO_ALL) for t in self._degrees}
-        for t in self._degrees:  # a block of a lower degree runs in T/t sub-groups
-            shapes.setdefault(Group(self._tensor // t, stride=t), plain)
+        for low, high in itertools.combinations(sorted(self._degrees), 2):  # sub-groups that exchange activations
+            if high % low == 0:
+                shapes.setdefault(Group(high // low, stride=low), (*plain, Collective.ALL_TO_ALL))
         shapes[Group(self._data, self._tensor)] = plain
         shapes[Group(self._pipeline, self._tensor * self._data)] = (Collective.ALL_REDUCE, Collective.SEND)
         return {shape: collectives for shape, collectives in shapes.items() if shape.size > 1}
