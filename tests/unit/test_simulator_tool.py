@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.oases.plan import read_plan
 from megatron.oases.report.validation import WORKLOADS, Case, Compared, Validation, cases
 from tools import oases_simulator
 
@@ -85,6 +86,26 @@ def test_a_prediction_with_every_output(tmp_path):
         assert f"{system['iteration_ms']:.1f}" in done.stdout and name in done.stdout
     assert json.loads(files["--trace"].read_text())["traceEvents"]
     assert files["--png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_degrees_and_plans_of_a_training_command(tmp_path, monkeypatch, capsys):
+    file, written = tmp_path / "o.json", tmp_path / "plan.json"
+    planner = TOOL.with_name("oases_planner.py")
+    argv = [sys.executable, planner, "--cluster", "emulated", "--output", written, "--", *TRAINING]
+    subprocess.run(argv, check=True, capture_output=True, timeout=300)
+    plan = read_plan(written)
+    systems = ["megatron", f"oases --oases-plan {written}", "oases --oases-degrees 2/1,1/2", "oases --oases-degrees 1x2"]
+    done = _tool("--cluster", "emulated", "--json", str(file), "--systems", *systems, "--", *TRAINING)
+    assert done.returncode == 0, done.stderr
+    _, planned, mixed, uniform = json.loads(file.read_text())["systems"].values()
+    assert planned["iteration_ms"] == pytest.approx(plan.predicted.iteration_ms)
+    assert planned["peak_bytes"] == plan.predicted.memory_bytes
+    assert planned["iteration_ms"] <= min(mixed["iteration_ms"], uniform["iteration_ms"])
+    assert uniform["stages"][0]["parameters_bytes"] > mixed["stages"][0]["parameters_bytes"]
+    # After the double dash for all systems, and vanilla Megatron is none that the plan was made for.
+    refused = f"--oases-schedule vanilla: {written} is a plan for oases"
+    argv = ["--cluster", "emulated", "--", *TRAINING, "--oases-plan", str(written)]
+    test_a_mistake_is_one_line(monkeypatch, capsys, argv, refused)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ And what is summed within the tensor-parallel group besides.
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron.oases.cost.memory import stage_parameters
+from megatron.oases.cost.memory import stage_parameters, word_embedding_parameters
 from megatron.oases.cost.model import Collective, CostModel, Group
 from megatron.oases.cost.simulator import DataParallel
 from megatron.oases.cost.workload import Workload
@@ -64,6 +64,21 @@ def copies_ms(cost: CostModel, workload: Workload, parts: Iterable[Part]) -> flo
     )
 
 
+def tied_embedding_ms(cost: CostModel, workload: Workload) -> float:
+    """The first and the last pipeline stage sum the gradient of a weight that both have."""
+    if workload.pipeline == 1 or not workload.model.tied_embeddings:
+        return 0.0
+    ends = Group(2, stride=workload.tensor * workload.data * (workload.pipeline - 1))
+    size_bytes = word_embedding_parameters(workload) * workload.gradient_bytes
+    return cost.collective_ms(Collective.ALL_REDUCE, ends, size_bytes)
+
+
+def overlaps_backward(workload: Workload) -> bool:
+    """Whether most of the reduction has a bucket that is ready before the last backward pass ends."""
+    few = stage_parameters(workload, 0) < 2 * _bucket_parameters(workload)
+    return workload.overlap_grad_reduce and workload.pipeline == 1 and not few
+
+
 def beside_first_forward(cost: CostModel, workload: Workload, layout: Layout, stage: int) -> DataParallel:
     """Gathers of parameters beside the first forward pass (`--overlap-param-gather`)."""
     if workload.data == 1 or not workload.overlap_param_gather:
@@ -80,9 +95,13 @@ def beside_last_backward(cost: CostModel, workload: Workload, layout: Layout, st
     return DataParallel(leaving=tuple((places, reduce_ms(cost, workload, count)) for places, count in buckets))
 
 
+def _bucket_parameters(workload: Workload) -> int:
+    return max(_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * workload.data)
+
+
 def _buckets(workload: Workload, layout: Layout, stage: int) -> list[tuple[frozenset[int], int]]:
     """(parts of the chain, parameters), in the order of backward. All stages but the first have one for all."""
-    limit = max(_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * workload.data) if stage == 0 else None
+    limit = _bucket_parameters(workload) if stage == 0 else None
     buckets, places, count = [], [], 0
     for place in range(len(layout.chain) - 1, -1, -1):
         places.append(place)

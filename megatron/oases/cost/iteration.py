@@ -15,15 +15,26 @@ from megatron.oases.cost.data_parallel import (
     gather_ms,
     norm_gradients_ms,
     reduce_ms,
+    tied_embedding_ms,
 )
-from megatron.oases.cost.memory import stage_parameters, static_memory, word_embedding_parameters
-from megatron.oases.cost.model import Collective, CostModel, Group
+from megatron.oases.cost.memory import stage_parameters, static_memory
+from megatron.oases.cost.model import Collective, CostModel
 from megatron.oases.cost.pipeline import PlacedStep, Step, pipeline_steps, run_pipeline, single_stage_steps
 from megatron.oases.cost.result import Prediction, StagePrediction
 from megatron.oases.cost.simulator import DataParallel, PassResult, Span, StageSimulator
 from megatron.oases.cost.system import System
 from megatron.oases.cost.workload import Workload
 from megatron.oases.schedule import Layout, Schedule
+
+
+def send_ms(cost: CostModel, workload: Workload) -> float:
+    """A micro-batch to the next pipeline stage, or its gradient back."""
+    if workload.pipeline == 1:
+        return 0.0
+    size_bytes = workload.hidden_bytes(workload.micro_batch)
+    if workload.sequence_parallel:
+        size_bytes //= workload.tensor
+    return cost.collective_ms(Collective.SEND, workload.pipeline_group, size_bytes)
 
 
 class Simulator:
@@ -114,7 +125,7 @@ class _Iteration:
         placed = run_pipeline(
             [self._steps(stage) for stage in range(self._workload.pipeline)],
             elapsed_ms=lambda stage, step: self._pass(stage, step).elapsed_ms,
-            send_ms=self._send_ms(),
+            send_ms=send_ms(self._cost, self._workload),
         )
         tails = [self._tail(stage, steps) for stage, steps in enumerate(placed)]
         # The norm of all gradients is known to all stages before any of them updates a parameter.
@@ -158,15 +169,6 @@ class _Iteration:
             self._passes[key] = own.simulator.run(getattr(own.schedule, step.name), data)
         return self._passes[key]
 
-    def _send_ms(self) -> float:
-        workload = self._workload
-        if workload.pipeline == 1:
-            return 0.0
-        size_bytes = workload.hidden_bytes(workload.micro_batch)
-        if workload.sequence_parallel:
-            size_bytes //= workload.tensor
-        return self._cost.collective_ms(Collective.SEND, workload.pipeline_group, size_bytes)
-
     @property
     def _ties_stages(self) -> bool:
         return self._workload.model.tied_embeddings and self._workload.pipeline > 1
@@ -178,11 +180,7 @@ class _Iteration:
             reduce = self._pass(stage, steps[-1].step).data_left_ms
         else:
             reduce = reduce_ms(cost, workload, parameters)
-        embedding = 0.0
-        if self._ties_stages and stage in (0, workload.pipeline - 1):
-            ends = Group(2, stride=workload.tensor * workload.data * (workload.pipeline - 1))
-            size_bytes = word_embedding_parameters(workload) * workload.gradient_bytes
-            embedding = cost.collective_ms(Collective.ALL_REDUCE, ends, size_bytes)
+        embedding = tied_embedding_ms(cost, workload) if stage in (0, workload.pipeline - 1) else 0.0
         updated = -(-parameters // workload.data) if workload.distributed_optimizer else parameters
         return _Tail(
             reduce=reduce,
