@@ -158,7 +158,8 @@ class Planning:
         args, config = self._parser.parse([*flags, *own], world_size=world_size)
         workload = workload_of(args, config, on_cpu=source.on_cpu)
         if workload.recompute != "none":
-            self._announcements.add("--recompute-granularity: the plan says which blocks are recomputed; train without it")
+            note = "--recompute-granularity: the plan says which blocks are recomputed; train without it"
+            self._announcements.add(note)
         system = system_of(config, host_sees_completion=source.on_cpu)
         cost = source.cost(workload, args, system)
         search = Search(
@@ -177,7 +178,8 @@ class Planning:
             raise UsageError(
                 f"no plan fits: the smallest needs {error.least_bytes / _GIB:.2f} GiB on a device, which has "
                 f"{self._memory_bytes / _GIB:.2f}; {missing_bytes / _GIB:.2f} GiB are missing: use a smaller "
-                "--micro-batch-size, a larger --tensor-model-parallel-size, --use-distributed-optimizer or --recompute choose"
+                "--micro-batch-size, a larger --tensor-model-parallel-size, --use-distributed-optimizer or "
+                "--recompute choose"
             ) from None
         self._announcements |= source.announcements(cost)
         return found

@@ -110,7 +110,7 @@ def test_a_share_of_the_samples_at_a_lower_degree_keeps_more_weights_and_less_be
     blocks = 2 * sum(plain.model.parameters(role, degree=1) for role in (Role.ATTENTION, Role.MLP))
     shards = 2 * sum(plain.model.parameters(role, degree=4) for role in (Role.ATTENTION, Role.MLP))
     assert stage_parameters(mixed, 0) - stage_parameters(plain, 0) == blocks - shards
-    # x, the norm's output (of all samples or a fourth): with and without sub-groups. The rest is as large at any degree.
+    # x and the norm's output are of all samples or of a fourth. The rest is as large at any degree.
     of_x = 2 * 4 * plain.hidden_bytes(8)
     assert _after_forward(plain, OASES) - _after_forward(mixed, OASES) == of_x - of_x // 4
 

@@ -147,7 +147,8 @@ def test_redistribution_gathers_on_the_way_to_a_larger_degree():
     assert between_ms[4, 2] == (0, forward_ms)
 
 
-# What the formulas leave out: that a wait may be longer than the average one, and (without overlap) what Megatron hides.
+# What the formulas leave out: that a wait may be longer than the average one, and, without overlap, what Megatron
+# hides.
 LAYOUTS = [
     dict(tensor=4),
     dict(tensor=8),
@@ -189,10 +190,9 @@ def test_without_overlap_the_program_counts_what_megatron_hides(changes):
         assert memory == pytest.approx(1, abs=0.1)
 
 
-def _search(of, *, cluster=CLUSTER, system=System(), sub_batches=(1, 2), recomputation=(False, True), memory_bytes=None):
-    cost = RooflineCost(cluster, of)
+def _search(of, *, cluster=CLUSTER, sub_batches=(1, 2), recomputation=(False, True), memory_bytes=None):
     options = dict(degrees=None, recomputation=recomputation, memory_bytes=memory_bytes)
-    return Search(cost, of, system, **options).run(sub_batches)
+    return Search(RooflineCost(cluster, of), of, System(), **options).run(sub_batches)
 
 
 def _slower_links(factor: float):
@@ -294,7 +294,8 @@ def test_the_best_layout_is_written(tmp_path):
     done = _tool(*tool, "--", *flags)
     assert done.returncode == 0, done.stderr
     best = read_plan(file)
-    rows = [line.split("│")[1:-1] for line in done.stdout.split("Plans for")[0].splitlines() if line.startswith("│")]
+    table = done.stdout.split("Plans for")[0]
+    rows = [line.split("│")[1:-1] for line in table.splitlines() if line.startswith("│")]
     sizes = {tuple(map(int, row[:4])) for row in rows if row[0].strip()}
     # --micro-batch-size 8 of 8 samples leaves no data parallelism.
     assert sizes == {(4, 1, 1, 8), (2, 2, 1, 8), (1, 4, 1, 8)}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.oases.plan import read_plan
+from megatron.oases.report.systems import RECOMPUTE
 from megatron.oases.report.validation import WORKLOADS, Case, Compared, Validation, cases
 from tools import oases_simulator
 
@@ -94,8 +95,9 @@ def test_degrees_and_plans_of_a_training_command(tmp_path, monkeypatch, capsys):
     argv = [sys.executable, planner, "--cluster", "emulated", "--output", written, "--", *TRAINING]
     subprocess.run(argv, check=True, capture_output=True, timeout=300)
     plan = read_plan(written)
-    systems = ["megatron", f"oases --oases-plan {written}", "oases --oases-degrees 2/1,1/2", "oases --oases-degrees 1x2"]
-    done = _tool("--cluster", "emulated", "--json", str(file), "--systems", *systems, "--", *TRAINING)
+    degrees = ["oases --oases-degrees 2/1,1/2", "oases --oases-degrees 1x2"]
+    systems = ["--systems", "megatron", f"oases --oases-plan {written}", *degrees]
+    done = _tool("--cluster", "emulated", "--json", str(file), *systems, "--", *TRAINING)
     assert done.returncode == 0, done.stderr
     _, planned, mixed, uniform = json.loads(file.read_text())["systems"].values()
     assert planned["iteration_ms"] == pytest.approx(plan.predicted.iteration_ms)
@@ -106,6 +108,9 @@ def test_degrees_and_plans_of_a_training_command(tmp_path, monkeypatch, capsys):
     refused = f"--oases-schedule vanilla: {written} is a plan for oases"
     argv = ["--cluster", "emulated", "--", *TRAINING, "--oases-plan", str(written)]
     test_a_mistake_is_one_line(monkeypatch, capsys, argv, refused)
+    assert not plan.layers[-1].mlp.recomputed
+    argv = ["--cluster", "emulated", *systems[:1], systems[2], "--", *TRAINING, *RECOMPUTE["full"]]
+    test_a_mistake_is_one_line(monkeypatch, capsys, argv, "--recompute-granularity full: ")
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,8 @@ class ActivationMemory:
         key = samples, part.role, part.sub_groups
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._measure(samples // part.sub_groups, part.role, self._workload.degree_of(part))
+            degree = self._workload.degree_of(part)
+            known = self._known[key] = self._measure(samples // part.sub_groups, part.role, degree)
         return known
 
     def _measure(self, samples: int, role: Role, degree: int) -> _Sizes:

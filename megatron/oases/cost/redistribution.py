@@ -2,8 +2,8 @@
 
 Each of `before` sub-groups has an equal share of the samples, and each of `after` wants one. Where there become more,
 everyone keeps a slice. Where there become fewer, those whose shares make one together all-gather them along the batch;
-where neither number divides the other, so much that the slice wanted is in it. With sequence parallelism a rank also has
-its part of the sequence only, a longer one for fewer samples: one all-to-all takes x there.
+where neither number divides the other, as much as the slice wanted lies in. With sequence parallelism a rank has only
+its part of the sequence, too, a longer one for fewer samples: one all-to-all takes x there.
 """
 
 import math

@@ -107,7 +107,8 @@ class Workload:
         micro_batch: samples of a micro-batch.
         micro_batches: of one pipeline, in an iteration.
         recompute: `full`: every layer; `block`: the first `recompute_layers` of a stage; `none`.
-        degrees: TP degree of every block of all stages: attention, MLP, attention, …; divisors of `tensor`. Empty: `tensor`.
+        degrees: TP degree of every block of all stages (attention, MLP, attention, …), divisors of `tensor`. Empty: all
+            have that.
         recomputed: whether each of these blocks is recomputed. None: as `recompute` says.
         sub_batches: how many a micro-batch is cut into.
         along_sequence: whether along the sequence.

@@ -56,8 +56,8 @@ def layouts(flags: Sequence[str], *, world_size: int) -> Iterator[Layout]:
     if not found:
         fixed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in said.items()) or "any sizes"
         raise UsageError(
-            f"--world-size {world_size} and --global-batch-size {global_batch}: no TP x PP x DP = {world_size} with {fixed} "
-            "whose micro-batches make up the global batch"
+            f"--world-size {world_size} and --global-batch-size {global_batch}: no TP x PP x DP = {world_size} with "
+            f"{fixed} whose micro-batches make up the global batch"
         )
 
 

@@ -19,7 +19,9 @@ spent once. Without an overlapping schedule nothing is hidden.
                 while it runs, of each stage
 
 With one stage that is micro-batches · stage + once + fixed. A stage of 1F1B has as many micro-batches in flight as
-stages follow it, itself included. Layers that are alike may be tied together in a segment, which repeats its parts: a model of 96 layers is then not a
+stages follow it, itself included.
+
+Layers that are alike may be tied together in a segment, which repeats its parts: a model of 96 layers is then not a
 larger problem than one of 12.
 """
 

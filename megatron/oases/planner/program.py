@@ -13,8 +13,8 @@
     where     T[s] = Σ computation · x + times · (e - f) + sending,   O[s] = Σ once · x + L[s]
     subject to  Σ (static + in flight · kept) · x + W[s] ≤ memory for every stage s
 
-The next best plan differs from those before in how often some choice is taken, by parts that are alike: `_exclude`. To put
-the same layers into another order is not another plan.
+The next best plan differs from those before in how often some choice is taken, by parts that are alike: `_exclude`.
+To put the same layers into another order is not another plan.
 
 t[j], d[j] and what is put off are linear in x and y: they come from the same function `slots` that evaluates a given
 plan. The y are whole numbers by themselves once the x are.
@@ -184,7 +184,7 @@ class _Program:
         })
 
     def _largest(self, expressions: Sequence[Expression], constants: Sequence[float] = ()) -> Expression:
-        """At least every expression and the constant that belongs to it. Of a single one, itself without the constant."""
+        """At least every expression plus its constant. Of a single one, itself without the constant."""
         if len(expressions) == 1:
             return expressions[0]
         largest = Expression({self._variable(): 1.0})

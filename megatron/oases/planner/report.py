@@ -33,14 +33,14 @@ def plans_table(candidates: Sequence[Candidate], *, title: str) -> Table:
     table = Table(
         title=escape(title),
         title_justify="left",
-        caption="Simulated, which decides; all columns but one are the simulator's. Formulas: what the program took the plan's "
-        "iteration for. Exposed: what communication adds, gradients' too. Slower: than the first.",
+        caption="Simulated, which decides; all columns but one are the simulator's. Formulas: what the program took the "
+        "plan's iteration for. Exposed: what communication adds, gradients' too. Slower: than the first.",
         caption_justify="left",
     )
     for heading in ("plan", "degrees"):
         table.add_column(heading)
-    headings = ("recomputed\nblocks", "iteration\nms", "slower", "formulas\nms", "compute\nms", "exposed\nms", "memory\nGiB")
-    for heading in headings:
+    times = ("iteration\nms", "slower", "formulas\nms", "compute\nms", "exposed\nms")
+    for heading in ("recomputed\nblocks", *times, "memory\nGiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     first_ms = candidates[0].simulated.iteration_ms
     for candidate in candidates:
@@ -60,7 +60,7 @@ def plans_table(candidates: Sequence[Candidate], *, title: str) -> Table:
 
 
 def layouts_table(found: Sequence[tuple[Layout, Candidate]], refused: Mapping[Layout, str]) -> Table:
-    """One row a layout, with its best plan; then those without one, and why, together where only the micro-batch differs."""
+    """One row a layout, with its best plan; then those without one, and why: one row where only micro-batches differ."""
     table = Table(title="Layouts", title_justify="left")
     for heading in ("TP", "PP", "DP", "micro-\nbatch", "sub-\nbatches", "iteration\nms", "memory\nGiB"):
         table.add_column(heading, justify="right", no_wrap=heading != "micro-\nbatch")
@@ -136,7 +136,8 @@ def degrees_table(best: Candidate) -> Table:
     table = Table(
         title="Why these degrees",
         title_justify="left",
-        caption="By the program's formulas, the rest of the plan as it is. Re-distribution: between degrees, before any is hidden.",
+        caption="By the program's formulas, the rest of the plan as it is. Re-distribution: between degrees, before any "
+        "is hidden.",
         caption_justify="left",
     )
     table.add_column("if instead")

@@ -52,14 +52,15 @@ def problem_of(
     layer = tuple({choice: tables.cost(role, choice) for choice in choices} for role in (Role.ATTENTION, Role.MLP))
     whole = Choice(workload.tensor)
     handed_on: Table = {whole: ChoiceCost(forward=Pass(), backward=Pass())}  # what enters or leaves a stage is whole
+    layers = workload.model.layers // workload.pipeline
+    sizes = segment_sizes(layers, most=_MOST_SEGMENTS // workload.pipeline)
     segments: list[Segment] = []
     for stage in range(workload.pipeline):
         is_first, is_last = stage == 0, stage == workload.pipeline - 1
         begin = {whole: tables.cost(Role.EMBEDDING, whole)} if is_first else handed_on
         end = {whole: tables.cost(Role.HEAD, whole)} if is_last else handed_on
         segments.append(Segment(parts=(begin,), stage=stage))
-        for repeats in segment_sizes(workload.model.layers // workload.pipeline, most=_MOST_SEGMENTS // workload.pipeline):
-            segments.append(Segment(parts=layer, repeats=repeats, stage=stage))
+        segments += [Segment(parts=layer, repeats=repeats, stage=stage) for repeats in sizes]
         segments.append(Segment(parts=(end,), stage=stage))
     all_degrees = {*degrees, workload.tensor}
     return Problem(
