@@ -1,6 +1,7 @@
 """What the memory model says, against sums worked out by hand. Its namesake in tests/distributed counts tensors."""
 
 import itertools
+import random
 
 import pytest
 
@@ -76,6 +77,42 @@ def test_all_that_is_allocated_is_freed(system, recompute, sequence_parallel, st
                     allocated += memory.effect(operation).after_bytes
                     assert allocated >= 0, operation
                 assert allocated == 0
+
+
+@pytest.mark.parametrize("system", [MEGATRON, OASES], ids=["megatron", "oases"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_all_is_freed_with_a_degree_for_every_block(system, sequence_parallel, stages):
+    random_ = random.Random(0)
+    for _ in range(20):
+        trained = workload(
+            shape(layers=6),
+            tensor=4,
+            micro_batch=8,
+            pipeline=stages,
+            sequence_parallel=sequence_parallel,
+            hidden_dropout=random_.random() < 0.5,
+            degrees=tuple(random_.choice((1, 2, 4)) for _ in range(12)),
+            recomputed=tuple(random_.random() < 0.5 for _ in range(12)),
+        )
+        for stage in range(stages):
+            layout = system.layout(trained, stage)
+            memory, schedule = ActivationMemory(trained, layout, system.sub_batch_sizes(trained)), system.build(layout)
+            allocated = 0
+            for operation in schedule.forward + schedule.steady + schedule.backward:
+                allocated += memory.effect(operation).after_bytes
+                assert allocated >= 0, operation
+            assert allocated == 0
+
+
+def test_a_share_of_the_samples_at_a_lower_degree_keeps_more_weights_and_less_between():
+    mixed, plain = (workload(shape(layers=2), tensor=4, micro_batch=8, degrees=degrees) for degrees in ((1,) * 4, ()))
+    blocks = 2 * sum(plain.model.parameters(role, degree=1) for role in (Role.ATTENTION, Role.MLP))
+    shards = 2 * sum(plain.model.parameters(role, degree=4) for role in (Role.ATTENTION, Role.MLP))
+    assert stage_parameters(mixed, 0) - stage_parameters(plain, 0) == blocks - shards
+    # x and the norm's output are of all samples or of a fourth. The rest is as large at any degree.
+    of_x = 2 * 4 * plain.hidden_bytes(8)
+    assert _after_forward(plain, OASES) - _after_forward(mixed, OASES) == of_x - of_x // 4
 
 
 def test_1f1b_keeps_as_many_micro_batches_as_stages_follow():

@@ -3,6 +3,8 @@
 import itertools
 import random
 import time
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +29,9 @@ def table(random_: random.Random, degrees, ways=(False,)) -> dict[Choice, Choice
             forward=one_pass(random_, degree, backward=False),
             backward=one_pass(random_, degree, backward=True),
             once_ms=random_.uniform(0, 2),
-            kept_bytes=random_.randrange(1, 2**31) // degree,
+            beside_last_ms=random_.choice((0.0, random_.uniform(0, 12))),
+            static_bytes=random_.randrange(1, 2**30) // degree,
+            kept_bytes=random_.randrange(1, 2**30) // degree,
             working_bytes=random_.randrange(2**29),
         )
         for degree in degrees
@@ -35,12 +39,15 @@ def table(random_: random.Random, degrees, ways=(False,)) -> dict[Choice, Choice
     }
 
 
-def problem(seed: int, *, layers: int, degrees=DEGREES, ways=(False,), **changes) -> Problem:
+def problem(seed: int, *, layers: int, degrees=DEGREES, ways=(False,), stages: int = 1, **changes) -> Problem:
     random_ = random.Random(seed)
-    end = degrees[-1:]
-    segments = [Segment(parts=(table(random_, end),))]
-    segments += [Segment(parts=tuple(table(random_, degrees, ways) for _ in range(2))) for _ in range(layers)]
-    segments += [Segment(parts=(table(random_, end),))]
+    end, segments = degrees[-1:], []
+    for stage in range(stages):
+        segments.append(Segment(parts=(table(random_, end),), stage=stage))
+        for _ in range(layers):
+            parts = tuple(table(random_, degrees, ways) for _ in range(2))
+            segments.append(Segment(parts=parts, stage=stage))
+        segments.append(Segment(parts=(table(random_, end),), stage=stage))
     redistribution_ms = {
         (before, after): (random_.uniform(0, 5), random_.uniform(0, 5))
         for before, after in itertools.permutations(degrees, 2)
@@ -51,6 +58,7 @@ def problem(seed: int, *, layers: int, degrees=DEGREES, ways=(False,), **changes
         overlaps=random_.random() < 0.8,
         micro_batches=random_.choice((1, 4)),
         redistribution_ms=redistribution_ms,
+        send_ms=random_.uniform(0, 3),
     )
     return Problem(**{**fields, **changes})
 
@@ -93,6 +101,46 @@ def test_no_plan_is_better(part):
         (solution,) = solve(of, gap=0.0)
         assert solution.evaluation.iteration_ms == pytest.approx(least_ms, rel=1e-6), seed
         assert of.memory_bytes is None or solution.evaluation.memory_bytes <= of.memory_bytes, seed
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_plan_of_a_pipeline_is_better(part):
+    for seed in range(300 + part, 340, 4):
+        of = problem(seed, layers=1, degrees=(1, 4), ways=(False, True), stages=2)
+        if seed % 8 < 4:
+            of = replace(of, memory_bytes=median_memory(of))
+        (solution,) = solve(of, gap=0.0)
+        assert solution.evaluation.iteration_ms == pytest.approx(brute_force(of), rel=1e-6), seed
+
+
+def test_a_pipeline_takes_as_long_as_its_slowest_stage_lets_it():
+    one = problem(1, layers=1, degrees=(2,), memory_bytes=None, micro_batches=4, send_ms=0.0, fixed_ms=0.0)
+    twice = [replace(segment, stage=stage) for stage in (0, 1) for segment in one.segments]
+    both = replace(one, segments=tuple(twice))
+    single, double = (evaluate(of, [Choice(2)] * len(of.parts)) for of in (one, both))
+    alone_ms = (single.iteration_ms - single.once_ms) / 4
+    assert double.iteration_ms == pytest.approx(5 * alone_ms + double.once_ms)
+    assert evaluate(replace(both, send_ms=1.0), [Choice(2)] * 8).iteration_ms == pytest.approx(double.iteration_ms + 5)
+    # The first of two stages holds two micro-batches.
+    kept_bytes = sum(part[Choice(2)].kept_bytes for part in one.parts)
+    assert double.memory_bytes == single.memory_bytes + kept_bytes
+    assert evaluate(replace(both, micro_batches=1), [Choice(2)] * 8).memory_bytes == single.memory_bytes
+
+
+def test_the_next_best_is_not_the_same_in_another_order():
+    random_ = random.Random(2)
+    layer = tuple(table(random_, (1, 2, 4)) for _ in range(2))
+    end = Segment(parts=(table(random_, (4,)),))
+    of = Problem(segments=(end, *[Segment(parts=layer, repeats=2)] * 3, end), sub_batches=2)
+    by_counts = {}
+    for choices in all_plans(of):
+        counts = tuple(Counter(choices[part] for part in parts) for parts in (range(1, 7, 2), range(2, 7, 2)))
+        key = tuple(frozenset(count.items()) for count in counts)
+        ms = evaluate(of, choices).iteration_ms
+        by_counts[key] = min(ms, by_counts.get(key, ms))
+    found = solve(of, best=6, gap=0.0)
+    expected = sorted(by_counts.values())[:6]
+    assert [solution.evaluation.iteration_ms for solution in found] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_best_few_in_order():
@@ -194,7 +242,7 @@ def test_96_layers_with_6_degrees_and_recomputation():
         sub_batches=2,
         redistribution_ms={pair: (1.0, 1.0) for pair in itertools.permutations(degrees, 2)},
     )
-    limited = Problem(**{**vars_of(of), "memory_bytes": median_memory(of)})
+    limited = replace(of, memory_bytes=median_memory(of))
     start_s = time.perf_counter()
     (solution,) = solve(limited)
     print(f"{time.perf_counter() - start_s:.1f} s")
@@ -204,7 +252,3 @@ def test_96_layers_with_6_degrees_and_recomputation():
         other = evaluate(limited, choices)
         fits = other.memory_bytes <= limited.memory_bytes
         assert not fits or other.iteration_ms >= solution.evaluation.iteration_ms * (1 - 1e-3)
-
-
-def vars_of(of: Problem) -> dict:
-    return {name: getattr(of, name) for name in of.__dataclass_fields__}

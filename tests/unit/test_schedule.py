@@ -40,6 +40,7 @@ CHAINS = {
     "whole": [E, RA, RM, RA, RM, H],
     # Where the number of sub-groups changes: at the ends, inside a layer, between 2 and 3.
     "sub-groups": [E, _half(RA, 2), RM, A, _half(RM, 4), _half(RA, 2), _half(RM, 2), H],
+    "stage that ends with recomputed sub-groups": [_half(RA, 2), _half(RM, 2), Part(Role.EXIT)],
     "middle stage with sub-groups": [_half(RA, 2), _half(RM, 3), _half(A, 3), _half(M, 2), Part(Role.EXIT)],
 }
 

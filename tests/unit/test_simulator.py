@@ -1,10 +1,13 @@
 """Simulated times against times worked out by hand."""
 
+import dataclasses
+
 import pytest
 
 from megatron.oases.cost.iteration import Simulator
-from megatron.oases.cost.model import Contention
+from megatron.oases.cost.model import Contention, Group
 from megatron.oases.cost.pipeline import single_stage_steps
+from megatron.oases.cost.redistribution import Redistribution
 from megatron.oases.cost.simulator import StageSimulator
 from megatron.oases.cost.system import System
 from megatron.oases.schedule import Filler, Idea, Kind, Layout, Part, Role, build_oases_schedule, collectives, walk
@@ -149,6 +152,49 @@ def test_megatron_waits_for_every_collective_but_behind_a_weight_gradient():
     assert prediction.exposed_ms == pytest.approx((1 + 2 * blocks + 1) * all_reduce_ms + loss_ms)
 
 
+def test_blocks_of_their_own_degree():
+    cost = TableCost(collective_ms_per_kib=6.0, data_ms_per_kib=3.0)
+    trained = workload(tensor=2, micro_batch=4, degrees=(1, 2))
+    result = Simulator(cost).predict(trained, System(), record=True)
+    took_ms = {span.name: pytest.approx(span.end_ms - span.start_ms) for span in result.timeline}
+    # Sub-batches of 2 samples. The attention's sub-groups of one rank have one sample each, and nothing to reduce.
+    assert (took_ms["forward(1,0)"], took_ms["dgrad(1,0)"]) == (10, 10)
+    assert (took_ms["forward(2,0)"], took_ms["reduce(2,0)"], took_ms["reduce_grad(2,0)"]) == (20, 12, 12)
+    assert not {"reduce(1,0)", "reduce_grad(1,0)", "reshard(1,0)", "reshard_grad(2,0)"} & took_ms.keys()
+    # The MLP gathers what its attention has, and the embedding the gradient.
+    assert (took_ms["reshard(2,0)"], took_ms["reshard_grad(1,0)"]) == (12, 12)
+    # The copies' gradients are summed once all are there.
+    copies_bytes = 4 * trained.model.parameters(Role.ATTENTION, degree=1)
+    assert took_ms["sum gradients of sub-groups"] == 6.0 * copies_bytes / 1024
+
+
+def test_between_degrees_without_and_with_sequence_parallelism():
+    for before, after, group, share in (
+        (4, 1, Group(4, stride=2), 1),  # of 8 ranks: degree 2 to 8
+        (4, 2, Group(2, stride=2), 2),
+        (2, 1, Group(2, stride=4), 1),
+        (3, 2, Group(3, stride=4), 1),  # of 12: neither divides the other
+    ):
+        plain = workload(tensor=12 if before == 3 else 8)
+        step = Redistribution(before, after)
+        assert (step.group(plain), step.received_bytes(plain, 12)) == (group, 12 * 1024 // share)
+        if before % after == 0:
+            assert step.reversed().group(plain).size == 1 and step.reversed().received_bytes(plain, 12) == 0
+        split = workload(tensor=plain.tensor, sequence_parallel=True)
+        assert step.group(split) == step.reversed().group(split)
+        assert step.received_bytes(split, 12) == 12 * 1024 // plain.tensor
+    assert Redistribution(4, 1).group(workload(tensor=8, sequence_parallel=True)) == Group(4, stride=2)
+
+
+@pytest.mark.parametrize("system", [System(schedule="vanilla"), System()])
+@pytest.mark.parametrize("changes", [{}, dict(pipeline=2), dict(sequence_parallel=True), dict(recompute="full")])
+def test_a_degree_for_every_block_that_is_t_changes_nothing(system, changes):
+    cost = TableCost(collective_ms_per_kib=3.0, data_ms_per_kib=0.1, between=Contention(compute=1.2, communication=1.1))
+    plain = workload(shape(layers=4), **changes)
+    same = dataclasses.replace(plain, degrees=(2,) * 8)
+    assert Simulator(cost).predict(same, system) == Simulator(cost).predict(plain, system)
+
+
 def test_uneven_sub_batches():
     result = Simulator(TableCost()).predict(workload(micro_batch=3), System(), record=True)
     forward = {span.name: span.end_ms - span.start_ms for span in result.timeline if span.name.startswith("forward(1")}
@@ -240,7 +286,17 @@ def test_optimizer_and_overhead_come_on_top():
 
 @pytest.mark.parametrize("system", [System(schedule="vanilla"), System()])
 @pytest.mark.parametrize(
-    "changes", [{}, dict(pipeline=2), dict(data=2), dict(sequence_parallel=True), dict(micro_batches=3)]
+    "changes",
+    [
+        {},
+        dict(pipeline=2),
+        dict(data=2),
+        dict(sequence_parallel=True),
+        dict(micro_batches=3),
+        dict(pipeline=2, tensor=4, micro_batch=8, degrees=(1, 2, 4, 1)),
+        dict(data=2, tensor=4, micro_batch=8, degrees=(1, 2, 4, 1), overlap_grad_reduce=True),
+        dict(sequence_parallel=True, tensor=4, micro_batch=8, degrees=(1, 2, 4, 1)),
+    ],
 )
 def test_the_parts_of_every_stage_add_up(system, changes):
     cost = TableCost(

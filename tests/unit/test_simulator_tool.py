@@ -10,7 +10,8 @@ import pytest
 from megatron.oases.cost.prediction import FlagParser, predict
 from megatron.oases.cost.sources import cluster_source
 from megatron.oases.errors import UsageError
-from megatron.oases.report.systems import planned_flags
+from megatron.oases.plan import read_plan
+from megatron.oases.report.systems import RECOMPUTE, planned_flags
 from megatron.oases.report.validation import WORKLOADS, Case, Compared, Validation, cases
 from tools import oases_simulator
 
@@ -62,7 +63,7 @@ def _tool(*argv: str) -> subprocess.CompletedProcess:
 
 
 TRAINING = """--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2 --vocab-size 512""".split()
+    --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2 --vocab-size 512""".split()
 
 
 def test_a_training_command_is_taken_as_it_is(tmp_path):
@@ -91,6 +92,44 @@ def test_a_prediction_with_every_output(tmp_path):
         assert f"{system['iteration_ms']:.1f}" in done.stdout and name in done.stdout
     assert json.loads(files["--trace"].read_text())["traceEvents"]
     assert files["--png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_degrees_and_plans_of_a_training_command(tmp_path, monkeypatch, capsys):
+    file, written = tmp_path / "o.json", tmp_path / "plan.json"
+    planner = TOOL.with_name("oases_planner.py")
+    argv = [sys.executable, planner, "--cluster", "emulated", "--output", written, "--", *TRAINING]
+    subprocess.run(argv, check=True, capture_output=True, timeout=300)
+    plan = read_plan(written)
+    degrees = ["oases --oases-degrees 2/1,1/2", "oases --oases-degrees 1x2"]
+    systems = ["--systems", "megatron", f"oases --oases-plan {written}", *degrees]
+    done = _tool("--cluster", "emulated", "--json", str(file), *systems, "--", *TRAINING)
+    assert done.returncode == 0, done.stderr
+    _, planned, mixed, uniform = json.loads(file.read_text())["systems"].values()
+    assert planned["iteration_ms"] == pytest.approx(plan.predicted.iteration_ms)
+    assert planned["peak_bytes"] == plan.predicted.memory_bytes
+    assert planned["iteration_ms"] <= min(mixed["iteration_ms"], uniform["iteration_ms"])
+    assert uniform["stages"][0]["parameters_bytes"] > mixed["stages"][0]["parameters_bytes"]
+    # After the double dash for all systems, and vanilla Megatron is none that the plan was made for.
+    refused = f"--oases-schedule vanilla: {written} is a plan for oases"
+    argv = ["--cluster", "emulated", "--", *TRAINING, "--oases-plan", str(written)]
+    test_a_mistake_is_one_line(monkeypatch, capsys, argv, refused)
+    assert not plan.layers[-1].mlp.recomputed
+    argv = ["--cluster", "emulated", *systems[:1], systems[2], "--", *TRAINING, *RECOMPUTE["full"]]
+    test_a_mistake_is_one_line(monkeypatch, capsys, argv, "--recompute-granularity full: ")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--oases-degrees", "2"), "--oases-degrees 2 names 1 layers, --num-layers is 2"),
+        (("--oases-degrees", "3,2"), "--oases-degrees 3,2: degree 3 does not divide tensor 2; legal are 1, 2"),
+        (("--oases-degrees=1x2", "--micro-batch-size", "3", "--global-batch-size", "3"), "sub-groups, among which"),
+        (("--oases-degrees", "2x2", "--oases-plan", "p.json"), "--oases-plan p.json and --oases-degrees 2x2"),
+        (("--oases-plan", "/no/such/p.json"), "/no/such/p.json cannot be read"),
+    ],
+)
+def test_degrees_that_cannot_be_are_one_line(monkeypatch, capsys, flags, said):
+    test_a_mistake_is_one_line(monkeypatch, capsys, ["--cluster", "emulated", "--", *TRAINING, *flags], said)
 
 
 def test_what_is_not_simulated_is_refused():

@@ -12,28 +12,29 @@ from megatron.oases.cost.model import Contention
 
 
 class Transfer:
-    """A collective that was started. `end_ms` is None until it is over."""
+    """A collective that was started. `end_ms` is None until it is over.
 
-    __slots__ = ("alone_ms", "remaining_ms", "start_ms", "end_ms")
+    Args:
+        alone_ms: how long it takes with nothing computed meanwhile.
+        contention: what happens otherwise.
+    """
 
-    def __init__(self, alone_ms: float):
+    __slots__ = ("alone_ms", "contention", "remaining_ms", "start_ms", "end_ms")
+
+    def __init__(self, alone_ms: float, contention: Contention):
         self.alone_ms = alone_ms
+        self.contention = contention
         self.remaining_ms = alone_ms
         self.start_ms: float | None = None
         self.end_ms: float | None = None
 
 
 class Lane:
-    """Collectives of one process group.
+    """Collectives that share a stream: tensor-parallel ones of all sub-groups, or data-parallel ones."""
 
-    Args:
-        contention: what happens while they and computation run at the same time.
-    """
+    __slots__ = ("queue", "busy_ms")
 
-    __slots__ = ("contention", "queue", "busy_ms")
-
-    def __init__(self, contention: Contention):
-        self.contention = contention
+    def __init__(self):
         self.queue: deque[Transfer] = deque()
         self.busy_ms = 0.0  # sum of what was started, alone
 
@@ -45,9 +46,9 @@ class Clock:
         self.now_ms = 0.0
         self._lanes = tuple(lanes)
 
-    def start(self, lane: Lane, alone_ms: float) -> Transfer:
+    def start(self, lane: Lane, alone_ms: float, contention: Contention) -> Transfer:
         """Starts a collective, behind those that the lane has already."""
-        transfer = Transfer(alone_ms)
+        transfer = Transfer(alone_ms, contention)
         lane.busy_ms += alone_ms
         if not lane.queue:
             transfer.start_ms = self.now_ms
@@ -67,10 +68,10 @@ class Clock:
                 return
             slowdown = 1.0
             for lane in in_flight:
-                slowdown *= lane.contention.compute
+                slowdown *= lane.queue[0].contention.compute
             step_ms, end_ms = remaining_ms * slowdown, None
             for lane in in_flight:
-                until_end_ms = lane.queue[0].remaining_ms * lane.contention.communication
+                until_end_ms = lane.queue[0].remaining_ms * lane.queue[0].contention.communication
                 if until_end_ms <= step_ms:
                     step_ms, end_ms = until_end_ms, until_end_ms
             # Not a difference of two nearly equal numbers where the computation itself ends.
@@ -91,8 +92,8 @@ class Clock:
     def _communicate(self, in_flight: list[Lane], step_ms: float, *, computing: bool) -> None:
         self.now_ms += step_ms
         for lane in in_flight:
-            slowdown = lane.contention.communication if computing else 1.0
             head = lane.queue[0]
+            slowdown = head.contention.communication if computing else 1.0
             if head.remaining_ms * slowdown <= step_ms:
                 self._end(lane)
             else:

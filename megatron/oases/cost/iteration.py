@@ -11,18 +11,30 @@ from dataclasses import dataclass
 from megatron.oases.cost.data_parallel import (
     beside_first_forward,
     beside_last_backward,
+    copies_ms,
     gather_ms,
     norm_gradients_ms,
     reduce_ms,
+    tied_embedding_ms,
 )
-from megatron.oases.cost.memory import stage_parameters, static_memory, word_embedding_parameters
-from megatron.oases.cost.model import Collective, CostModel, Group
+from megatron.oases.cost.memory import stage_parameters, static_memory
+from megatron.oases.cost.model import Collective, CostModel
 from megatron.oases.cost.pipeline import PlacedStep, Step, pipeline_steps, run_pipeline, single_stage_steps
 from megatron.oases.cost.result import Prediction, StagePrediction
 from megatron.oases.cost.simulator import DataParallel, PassResult, Span, StageSimulator
 from megatron.oases.cost.system import System
 from megatron.oases.cost.workload import Workload
 from megatron.oases.schedule import Layout, Schedule
+
+
+def send_ms(cost: CostModel, workload: Workload) -> float:
+    """A micro-batch to the next pipeline stage, or its gradient back."""
+    if workload.pipeline == 1:
+        return 0.0
+    size_bytes = workload.hidden_bytes(workload.micro_batch)
+    if workload.sequence_parallel:
+        size_bytes //= workload.tensor
+    return cost.collective_ms(Collective.SEND, workload.pipeline_group, size_bytes)
 
 
 class Simulator:
@@ -68,6 +80,7 @@ class _Tail:
 
     reduce: float
     norms: float
+    copies: float
     embedding: float
     optimizer: float
     gather: float
@@ -112,11 +125,14 @@ class _Iteration:
         placed = run_pipeline(
             [self._steps(stage) for stage in range(self._workload.pipeline)],
             elapsed_ms=lambda stage, step: self._pass(stage, step).elapsed_ms,
-            send_ms=self._send_ms(),
+            send_ms=send_ms(self._cost, self._workload),
         )
         tails = [self._tail(stage, steps) for stage, steps in enumerate(placed)]
         # The norm of all gradients is known to all stages before any of them updates a parameter.
-        reduced_ms = [steps[-1].free_ms + tail.reduce + tail.norms for steps, tail in zip(placed, tails, strict=True)]
+        reduced_ms = [
+            steps[-1].free_ms + tail.reduce + tail.norms + tail.copies
+            for steps, tail in zip(placed, tails, strict=True)
+        ]
         if self._ties_stages:
             reduced_ms[0] = reduced_ms[-1] = max(reduced_ms[0], reduced_ms[-1])
         together_ms = max(end_ms + tail.embedding for end_ms, tail in zip(reduced_ms, tails, strict=True))
@@ -153,35 +169,23 @@ class _Iteration:
             self._passes[key] = own.simulator.run(getattr(own.schedule, step.name), data)
         return self._passes[key]
 
-    def _send_ms(self) -> float:
-        workload = self._workload
-        if workload.pipeline == 1:
-            return 0.0
-        size_bytes = workload.hidden_bytes(workload.micro_batch)
-        if workload.sequence_parallel:
-            size_bytes //= workload.tensor
-        return self._cost.collective_ms(Collective.SEND, workload.pipeline_group, size_bytes)
-
     @property
     def _ties_stages(self) -> bool:
         return self._workload.model.tied_embeddings and self._workload.pipeline > 1
 
     def _tail(self, stage: int, steps: list[PlacedStep]) -> _Tail:
-        cost, workload = self._cost, self._workload
+        cost, workload, layout = self._cost, self._workload, self._stages[stage].schedule.layout
         parameters = stage_parameters(workload, stage)
         if workload.overlap_grad_reduce:
             reduce = self._pass(stage, steps[-1].step).data_left_ms
         else:
             reduce = reduce_ms(cost, workload, parameters)
-        embedding = 0.0
-        if self._ties_stages and stage in (0, workload.pipeline - 1):
-            ends = Group(2, stride=workload.tensor * workload.data * (workload.pipeline - 1))
-            size_bytes = word_embedding_parameters(workload) * workload.gradient_bytes
-            embedding = cost.collective_ms(Collective.ALL_REDUCE, ends, size_bytes)
+        embedding = tied_embedding_ms(cost, workload) if stage in (0, workload.pipeline - 1) else 0.0
         updated = -(-parameters // workload.data) if workload.distributed_optimizer else parameters
         return _Tail(
             reduce=reduce,
-            norms=norm_gradients_ms(cost, workload, self._stages[stage].schedule.layout),
+            norms=norm_gradients_ms(cost, workload, layout),
+            copies=copies_ms(cost, workload, layout.chain),
             embedding=embedding,
             optimizer=cost.optimizer_ms(updated),
             # Otherwise the next iteration's first forward pass has it beside it.
@@ -193,7 +197,8 @@ class _Iteration:
     ) -> StagePrediction:
         passes = [self._pass(stage, each.step) for each in placed]
         compute_ms = sum(result.compute_ms for result in passes)
-        exposed_ms = sum(result.exposed_ms for result in passes) + tail.norms
+        summed_ms = tail.norms + tail.copies
+        exposed_ms = sum(result.exposed_ms for result in passes) + summed_ms
         data_parallel_ms = tail.reduce + tail.gather
         known_ms = compute_ms + exposed_ms + data_parallel_ms + tail.optimizer + overhead_ms
         data_ms = sum(result.data_ms for result in passes)
@@ -207,7 +212,7 @@ class _Iteration:
             data_parallel_ms=data_parallel_ms,
             optimizer_ms=tail.optimizer,
             overhead_ms=overhead_ms,
-            communication_ms=sum(result.communication_ms for result in passes) + tail.norms + data_ms,
+            communication_ms=sum(result.communication_ms for result in passes) + summed_ms + data_ms,
             static=static,
             peak_bytes=peak_bytes,
             memory=memory,
@@ -236,6 +241,8 @@ class _Iteration:
             if self._workload.overlap_grad_reduce:
                 pieces = []  # they are in the last list's spans
             pieces.append(("communication", "sum gradients of norms", at_ms + tail.reduce, tail.norms))
+            copied_at_ms = at_ms + tail.reduce + tail.norms
+            pieces.append(("communication", "sum gradients of sub-groups", copied_at_ms, tail.copies))
             pieces.append(("pipeline", "sum gradient of embedding", reduced_ms[stage], tail.embedding))
             pieces.append(("compute", "optimizer", together_ms, tail.optimizer))
             pieces.append(("data", "gather parameters", together_ms + tail.optimizer, tail.gather))

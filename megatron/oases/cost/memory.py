@@ -6,8 +6,9 @@ libraries, fragmentation and the memory of the process itself are not in it.
 
 from dataclasses import dataclass
 
+from megatron.oases.cost.redistribution import Redistribution
 from megatron.oases.cost.workload import ModelShape, Workload
-from megatron.oases.schedule import Kind, Layout, Operation, Role
+from megatron.oases.schedule import Kind, Layout, Operation, Part, Role
 
 _ADAM_MOMENTS_BYTES = 8  # two, in fp32
 _FP32_BYTES = 4
@@ -28,8 +29,8 @@ class StaticMemory:
 
 def stage_parameters(workload: Workload, stage: int) -> int:
     """Parameters that one device of a pipeline stage holds. With tied weights the last stage has a copy of its own."""
-    model, degree = workload.model, workload.tensor
-    count = sum(model.parameters(part.role, degree=degree) for part in workload.chain(stage, keeps_last_layer=False))
+    model, chain = workload.model, workload.chain(stage, keeps_last_layer=False)
+    count = sum(model.parameters(part.role, degree=workload.degree_of(part)) for part in chain)
     if model.tied_embeddings and 0 < stage == workload.pipeline - 1:
         count += word_embedding_parameters(workload)
     return count
@@ -79,7 +80,7 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Bytes of the tensors of one sub-batch."""
+    """Bytes of the tensors of one sub-batch, of which a block with sub-groups has its share `b`."""
 
     whole: int  # [s, b, h]
     between: int  # the same between blocks: with sequence parallelism [s/t, b, h]
@@ -105,12 +106,12 @@ class ActivationMemory:
         self._workload = workload
         self._layout = layout
         self._sizes = sizes
-        self._known: dict[tuple[int, Role], _Sizes] = {}
+        self._known: dict[tuple[int, Role, int], _Sizes] = {}
 
     def effect(self, operation: Operation) -> Effect:
         place, kind = operation.place, operation.kind
         part, layout = self._layout.chain[place], self._layout
-        size = self._sizes_of(self._sizes[operation.sub_batch], part.role)
+        size = self._sizes_of(self._sizes[operation.sub_batch], part)
         gathers = layout.sequence_parallel and part.role is not Role.EMBEDDING
         between = size.between
         begins, ends = place == 0 and not layout.has_embedding, place == len(layout.chain) - 1 and not layout.has_head
@@ -118,7 +119,8 @@ class ActivationMemory:
         # reduce-scatter.
         gathered = size.whole + between if gathers else 0
         scattered = between if layout.sequence_parallel else 0
-        given = between if begins and kind is layout.forward_kinds(place)[0] else 0
+        is_entered = Kind.ENTER in layout.forward_kinds(place)
+        given = between if begins and not is_entered and kind is layout.forward_kinds(place)[0] else 0
         # The norm's graph begins with NORM or RENORM where there is one.
         normalised = 0 if gathers else size.normalised
         graph = 0 if part.recomputed else size.graph + size.core_input + normalised
@@ -140,7 +142,7 @@ class ActivationMemory:
                 during = given + size.core_input + size.graph + size.whole + normalised
                 return Effect(during, given + graph + size.whole - gathered)
             case Kind.JOIN:
-                drops_x = layout.repeats_collectives and part.recomputed and part.role is Role.MLP
+                drops_x = layout.is_recomputed_from_inside(place)
                 mask = 0 if part.recomputed else size.mask
                 # A stage's output is gone once it was sent.
                 after = (0 if ends else between) - size.whole - scattered - drops_x * between + mask
@@ -151,14 +153,14 @@ class ActivationMemory:
                 unused = size.whole if layout.recomputes_row_parallel and not output else 0
                 return Effect(max(after + unused, 0), after)
             case Kind.REJOIN:
-                next_x = between if part.role is Role.ATTENTION else 0
+                is_next_x = part.role is Role.ATTENTION and layout.is_recomputed_from_inside(place + 1)
+                next_x = between if is_next_x else 0
                 return Effect(between, next_x - size.whole - scattered)
             case Kind.LOSS:
                 return self._loss()
             case Kind.LOSS_GRAD:
                 effect = self._loss()
-                logits = sum(self._sizes_of(samples, Role.HEAD).logits for samples in self._sizes)
-                return Effect(logits, -effect.after_bytes)
+                return Effect(self._logits_bytes(), -effect.after_bytes)
             case Kind.JOIN_GRAD:
                 return _grows(between * ends + (between if size.mask else 0))
             case Kind.DGRAD if part.role is Role.HEAD:
@@ -176,7 +178,7 @@ class ActivationMemory:
                 own_gradient = size.whole if gathers or size.mask else 0
                 return Effect(0, -size.row - own_gradient)
             case Kind.WGRAD if part.role is Role.EMBEDDING:
-                sizes = [self._sizes_of(samples, Role.EMBEDDING) for samples in self._sizes]
+                sizes = [self._sizes_of(samples, part) for samples in self._sizes]
                 freed = sum(each.between + each.mask for each in sizes)
                 dense = word_embedding_parameters(self._workload) * self._workload.model.element_bytes
                 return Effect(dense, -freed)
@@ -187,18 +189,50 @@ class ActivationMemory:
             case Kind.NORM_GRAD:
                 # The part's input and the reduced gradient go. The gradient of the input takes the place of the output's.
                 new = between if part.role is Role.HEAD else 0
-                freed = size.whole + scattered + between + size.normalised + (between if begins else 0)
-                return Effect(between, new - freed)
+                handed_on = between if begins and not is_entered else 0
+                return Effect(between, new - (size.whole + scattered + between + size.normalised + handed_on))
+            case Kind.RESHARD | Kind.ENTER | Kind.RERESHARD | Kind.REENTER | Kind.RESHARD_GRAD | Kind.LEAVE:
+                return self._reshard(operation)
         raise AssertionError(f"no memory known for {operation}")
+
+    def _reshard(self, operation: Operation) -> Effect:
+        """What arrives takes the place of what was there, beside what was received meanwhile."""
+        kind, place, layout = operation.kind, operation.place, self._layout
+        samples, chain = self._sizes[operation.sub_batch], layout.chain
+        forth = Redistribution(layout.sub_groups_before(place), chain[place].sub_groups)
+        back = kind in (Kind.RESHARD_GRAD, Kind.LEAVE)
+        step = forth.reversed() if back else forth
+        received = step.received_bytes(self._workload, samples)
+        source, target = (self._between(samples, count) for count in (step.before, step.after))
+        # What a stage is given is kept until it hands the gradient on; what it hands on is gone once it was sent.
+        first_kinds = layout.backward_kinds(place) if back else layout.forward_kinds(place)
+        is_end = place == (len(chain) - 1 if back else 0) and chain[place].role not in (Role.EMBEDDING, Role.HEAD)
+        given = source if is_end and kind is first_kinds[0] else 0
+        if kind.is_communication:
+            return _grows(given + received)
+        after = given + target - source - received
+        if place == 0:
+            after += -target - target if back else source
+        if chain[place].role is Role.EXIT and not back:
+            after -= target
+        return Effect(given + target, after)
+
+    def _between(self, samples: int, sub_groups: int) -> int:
+        """x of one sub-batch on one rank, between blocks of so many sub-groups."""
+        workload = self._workload
+        return workload.hidden_bytes(samples) // (workload.tensor if workload.sequence_parallel else sub_groups)
 
     def _loss(self) -> Effect:
         """The logits give way to their softmax in fp32; a schedule keeps half-precision logits with it, as a leaf."""
         model = self._workload.model
-        logits = sum(self._sizes_of(samples, Role.HEAD).logits for samples in self._sizes)
+        logits = self._logits_bytes()
         softmax = logits // model.element_bytes * _FP32_BYTES
         is_half = model.element_bytes < _FP32_BYTES
         kept = softmax + (logits if is_half and not self._layout.repeats_collectives else 0)
         return Effect(softmax + (logits if is_half else 0), kept - logits)
+
+    def _logits_bytes(self) -> int:
+        return sum(self._sizes_of(samples, Part(Role.HEAD)).logits for samples in self._sizes)
 
     def _largest_inside(self, size: _Sizes, role: Role) -> int:
         """Gradients inside the core that are there at the same time."""
@@ -209,16 +243,17 @@ class ActivationMemory:
         model = self._workload.model
         return size.row * model.sequence // model.head_size if model.stores_scores else 0
 
-    def _sizes_of(self, samples: int, role: Role) -> _Sizes:
-        known = self._known.get((samples, role))
+    def _sizes_of(self, samples: int, part: Part) -> _Sizes:
+        key = samples, part.role, part.sub_groups
+        known = self._known.get(key)
         if known is None:
-            known = self._known[samples, role] = self._measure(samples, role)
+            degree = self._workload.degree_of(part)
+            known = self._known[key] = self._measure(samples // part.sub_groups, part.role, degree)
         return known
 
-    def _measure(self, samples: int, role: Role) -> _Sizes:
+    def _measure(self, samples: int, role: Role, degree: int) -> _Sizes:
         workload, model = self._workload, self._workload.model
         tokens_bytes = model.sequence * samples * model.element_bytes
-        degree = workload.tensor
         whole = tokens_bytes * model.hidden_size
         between = whole // degree if workload.sequence_parallel else whole
         row_width = model.head_size * model.heads if role is Role.ATTENTION else model.ffn_hidden_size
@@ -231,14 +266,14 @@ class ActivationMemory:
             core_input=between if keeps_part else whole,
             column=tokens_bytes * column_width // degree,
             row=tokens_bytes * row_width // degree,
-            graph=_graph_bytes(workload, samples, role),
+            graph=_graph_bytes(workload, samples, role, degree),
             normalised=between if model.rms_norm and workload.unfused else 0,
             logits=tokens_bytes * model.padded_vocabulary // degree,
             mask=_mask_bytes(workload, between // model.element_bytes) if workload.hidden_dropout else 0,
         )
 
 
-def _graph_bytes(workload: Workload, samples: int, role: Role) -> int:
+def _graph_bytes(workload: Workload, samples: int, role: Role, degree: int) -> int:
     """What autograd keeps of a block's core beside its input, by storages: views keep all that they are views of."""
     model = workload.model
     tokens = model.sequence * samples
@@ -246,14 +281,14 @@ def _graph_bytes(workload: Workload, samples: int, role: Role) -> int:
         # The first linear's output and the second one's input; in pieces, a gated MLP also keeps both factors of that.
         inputs = 3 if model.gated_mlp and workload.unfused else 1
         elements = tokens * (model.column_width + model.ffn_hidden_size * inputs)
-        return elements * model.element_bytes // workload.tensor
+        return elements * model.element_bytes // degree
     if role is not Role.ATTENTION:
         return 0
     elements = tokens * _attention_width(model)
     scores = model.heads * samples * model.sequence**2 if model.stores_scores else 0
     # Of dropout: its result, and which scores it dropped.
     dropout_bytes = scores * model.element_bytes + _mask_bytes(workload, scores) if workload.attention_dropout else 0
-    return ((elements + scores) * model.element_bytes + dropout_bytes) // workload.tensor
+    return ((elements + scores) * model.element_bytes + dropout_bytes) // degree
 
 
 def _attention_width(model: ModelShape) -> int:

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 from megatron.oases.cost.clock import Clock, Lane, Transfer
 from megatron.oases.cost.memory import ActivationMemory
-from megatron.oases.cost.model import Collective, CostModel
+from megatron.oases.cost.model import Collective, Contention, CostModel, Group
+from megatron.oases.cost.redistribution import Redistribution
 from megatron.oases.cost.workload import Workload
-from megatron.oases.schedule import AWAITS, Filler, Kind, Layout, Operation, Role, walk
+from megatron.oases.schedule import AWAITS, Filler, Kind, Layout, Operation, Part, Role, walk
 
 # Megatron's cross-entropy over a vocabulary that is spread over ranks: maximum, the target's logit, sum.
 _LOSS_ALL_REDUCES = 3
 _FP32_BYTES = 4
+_REDISTRIBUTING = (Kind.RESHARD, Kind.RERESHARD, Kind.RESHARD_GRAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class DataParallel:
 
 
 def collective_of(kind: Kind, role: Role, workload: Workload) -> Collective:
-    """What a communicating operation asks of the tensor-parallel group."""
+    """What a communicating operation that redistributes nothing asks of the part's sub-group."""
     if kind in (Kind.GATHER, Kind.REGATHER, Kind.GATHER_GRAD, Kind.GATHER_INPUT):
         return Collective.ALL_GATHER
     # Learned positions are added to whole sequences, so Megatron reduces the embedding's output before it scatters it.
@@ -120,6 +122,13 @@ class StageSimulator:
         self._sizes = sizes
         self._memory = ActivationMemory(workload, layout, sizes)
         self._known: dict[tuple, tuple[float, int, int]] = {}
+        # Places whose operations cost the same: those with the same parts around them.
+        around: dict[tuple[Part, ...], int] = {}
+        self._alike = [
+            around.setdefault(self.chain[max(place - 1, 0) : place + 2], len(around))
+            for place in range(len(self.chain))
+        ]
+        self._contention: dict[Group, Contention] = {}
 
     def run(self, order: Sequence[Operation], data: DataParallel = DataParallel()) -> PassResult:
         """Simulates one list."""
@@ -130,8 +139,7 @@ class StageSimulator:
         # The ends of the chain hand over to other stages, so they are not like the parts between them.
         place, last = operation.place, len(self.chain) - 1
         end = place if place in (0, last) else None
-        part = self.chain[place]
-        key = (operation.kind, part.role, part.recomputed, self._sizes[operation.sub_batch], end)
+        key = (operation.kind, self._alike[place], self._sizes[operation.sub_batch], end)
         known = self._known.get(key)
         if known is None:
             ms = self._transfer_ms(operation) if operation.kind.is_communication else self._compute_ms(operation)
@@ -139,9 +147,22 @@ class StageSimulator:
             known = self._known[key] = (ms, max(effect.during_bytes, effect.after_bytes), effect.after_bytes)
         return known
 
-    def transfer_bytes(self, sub_batch: int) -> int:
-        """Of a whole tensor [s, b, h] of one sub-batch."""
-        return self.workload.hidden_bytes(self._sizes[sub_batch])
+    def transfer_bytes(self, operation: Operation) -> int:
+        """Of the whole tensor [s, b, h] of its sub-batch, on the sub-group that it belongs to."""
+        samples = self._sizes[operation.sub_batch]
+        if operation.kind in _REDISTRIBUTING:
+            return self._redistribution(operation).received_bytes(self.workload, samples)
+        return self.workload.hidden_bytes(samples // self.chain[operation.place].sub_groups)
+
+    def contention_of(self, operation: Operation) -> Contention:
+        """What happens while its collective and computation run at the same time."""
+        if operation.kind in _REDISTRIBUTING:
+            group = self._redistribution(operation).group(self.workload)
+        else:
+            group = self._sub_group(operation.place)
+        if group not in self._contention:
+            self._contention[group] = self.cost.contention(group)
+        return self._contention[group]
 
     def inside_ms(self, operation: Operation) -> tuple[float, ...]:
         """The collectives that an operation starts and waits for by itself: (ms alone) of each, in order."""
@@ -151,22 +172,37 @@ class StageSimulator:
             return (self.cost.collective_ms(Collective.ALL_REDUCE, group, size_bytes),) * _LOSS_ALL_REDUCES
         if role is Role.EMBEDDING and operation.kind is Kind.WGRAD and self.workload.sequence_parallel:
             return tuple(
-                self.cost.collective_ms(Collective.ALL_GATHER, group, self.transfer_bytes(i))
-                for i in range(len(self._sizes))
+                self.cost.collective_ms(Collective.ALL_GATHER, group, self.workload.hidden_bytes(samples))
+                for samples in self._sizes
             )
         return ()
 
     def _compute_ms(self, operation: Operation) -> float:
-        part, kind = self.chain[operation.place], operation.kind
+        part, kind = self.chain[operation.place], self._layout.computes_as(operation.kind)
+        if kind in (Kind.ENTER, Kind.LEAVE):
+            return 0.0
         joint = kind in (Kind.LOSS, Kind.LOSS_GRAD) or (kind is Kind.WGRAD and part.role is Role.EMBEDDING)
         samples = self.workload.micro_batch if joint else self._sizes[operation.sub_batch]
-        return self.cost.compute_ms(self._layout.computes_as(kind), part, degree=self.workload.tensor, samples=samples)
+        degree = self.workload.degree_of(part)
+        return self.cost.compute_ms(kind, part, degree=degree, samples=samples // part.sub_groups)
 
     def _transfer_ms(self, operation: Operation) -> float:
+        if operation.kind in _REDISTRIBUTING:
+            samples = self._sizes[operation.sub_batch]
+            return self._redistribution(operation).ms(self.cost, self.workload, samples)
+        group = self._sub_group(operation.place)
+        if group.size == 1:
+            return 0.0
         collective = collective_of(operation.kind, self.chain[operation.place].role, self.workload)
-        return self.cost.collective_ms(
-            collective, self.workload.tensor_group, self.transfer_bytes(operation.sub_batch)
-        )
+        return self.cost.collective_ms(collective, group, self.transfer_bytes(operation))
+
+    def _sub_group(self, place: int) -> Group:
+        return Group(self.workload.degree_of(self.chain[place]))
+
+    def _redistribution(self, operation: Operation) -> Redistribution:
+        place = operation.place
+        forth = Redistribution(self._layout.sub_groups_before(place), self.chain[place].sub_groups)
+        return forth.reversed() if operation.kind is Kind.RESHARD_GRAD else forth
 
 
 class _Run:
@@ -175,9 +211,10 @@ class _Run:
     def __init__(self, stage: StageSimulator, data: DataParallel):
         workload = stage.workload
         self._stage = stage
-        self._lane = Lane(stage.cost.contention(workload.tensor_group)) if workload.tensor > 1 else None
+        self._lane = Lane() if workload.tensor > 1 else None
         has_data = bool(data.arriving or data.leaving)
-        self._data_lane = Lane(stage.cost.contention(workload.data_group)) if has_data else None
+        self._data_lane = Lane() if has_data else None
+        self._data_contention = stage.cost.contention(workload.data_group) if has_data else None
         self._clock = Clock(lane for lane in (self._lane, self._data_lane) if lane is not None)
         self._transfers: dict[Operation, Transfer] = {}
         self._notes: list[tuple[Transfer, str, str, Operation | None]] = []  # transfer, lane, name, operation
@@ -220,13 +257,14 @@ class _Run:
         return not operation.kind.is_weight_gradient or self._stage.chain[operation.place].is_block
 
     def _has_ended(self, collective: Operation) -> bool:
-        return self._lane is None or self._transfers[collective].end_ms is not None
+        return collective not in self._transfers or self._transfers[collective].end_ms is not None
 
     def _communicate(self, operation: Operation) -> None:
         ms, during_bytes, after_bytes = self._stage.cost_of(operation)
         self._account(during_bytes, after_bytes)
-        if self._lane is not None:
-            transfer = self._transfers[operation] = self._clock.start(self._lane, ms)
+        if ms > 0:  # else there is nobody to communicate with, and nothing to wait for
+            contention = self._stage.contention_of(operation)
+            transfer = self._transfers[operation] = self._clock.start(self._lane, ms, contention)
             if self._stage.record:
                 self._notes.append((transfer, "communication", str(operation), operation))
 
@@ -239,7 +277,7 @@ class _Run:
             transfer = self._transfers.get(started)
             if transfer is not None and transfer.end_ms is None:
                 clock.wait(transfer)
-        if self._arriving and kind in (Kind.FORWARD, Kind.NORM):
+        if kind in (Kind.FORWARD, Kind.NORM) and operation.place in self._arriving:
             clock.wait(self._arriving[operation.place])
         start_ms = clock.now_ms
         # The embedding's gradient is gathered before it is used; the loss has its collectives between its sums.
@@ -258,7 +296,7 @@ class _Run:
 
     def _communicate_inside(self, operation: Operation) -> None:
         for ms in self._stage.inside_ms(operation):
-            transfer = self._clock.start(self._lane, ms)
+            transfer = self._clock.start(self._lane, ms, self._stage.contention_of(operation))
             self._notes.append((transfer, "communication", f"{operation} inside", operation))
             self._clock.wait(transfer)
 
@@ -274,14 +312,14 @@ class _Run:
     def _gathered(self, data: DataParallel) -> dict[int, Transfer]:
         arriving = {}
         for places, ms in data.arriving:
-            transfer = self._clock.start(self._data_lane, ms)
+            transfer = self._clock.start(self._data_lane, ms, self._data_contention)
             self._notes.append((transfer, "data", "gather parameters", None))
             arriving |= dict.fromkeys(places, transfer)
         return arriving
 
     def _reduce_ready(self, outstanding: Counter) -> None:
         while self._leaving and not any(outstanding[place] for place in self._leaving[0][0]):
-            transfer = self._clock.start(self._data_lane, self._leaving.pop(0)[1])
+            transfer = self._clock.start(self._data_lane, self._leaving.pop(0)[1], self._data_contention)
             self._notes.append((transfer, "data", "reduce gradients", None))
 
     def _noted_spans(self) -> list[Span]:
@@ -292,7 +330,7 @@ class _Run:
             role = self._stage.chain[operation.place].role if operation is not None else None
             size_bytes = None
             if operation is not None and operation.kind.is_communication:
-                size_bytes = self._stage.transfer_bytes(operation.sub_batch)
+                size_bytes = self._stage.transfer_bytes(operation)
             spans.append(
                 Span(
                     lane,

@@ -23,6 +23,7 @@ class CostSource:
 
     Args:
         name: for titles.
+        device: what one is called.
         backend: of the collectives: `gloo` between CPUs, `nccl` between GPUs.
         available: what the devices have for Megatron's defaults.
         memory_bytes: of a device; None where devices share the host's.
@@ -31,6 +32,7 @@ class CostSource:
     """
 
     name: str
+    device: str
     backend: str
     available: Available
     memory_bytes: int | None
@@ -60,6 +62,7 @@ def cluster_source(name_or_file: str) -> CostSource:
     on_gpu = cluster.backend == "nccl"
     return CostSource(
         name=f"cluster {cluster.name}, {cluster.backend}",
+        device=cluster.device.name,
         backend=cluster.backend,
         available=Available.torch_alone("cuda" if on_gpu else "cpu"),
         memory_bytes=round(cluster.device.memory_gib * GIB),
@@ -80,6 +83,7 @@ def profile_source(path: Path) -> CostSource:
 
     return CostSource(
         name=f"profile {path}",
+        device=fingerprint.device.name,
         backend=fingerprint.software.backend,
         available=fingerprint.available,
         memory_bytes=None if on_cpu else fingerprint.device.memory_bytes,

@@ -1,11 +1,11 @@
 """What is trained and how it is laid out over devices, taken from Megatron's flags. Pure: no model is built."""
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.oases.cost.model import Group
-from megatron.oases.schedule import Part, Role, build_chain
+from megatron.oases.schedule import Part, Role, build_chain, enclose
 from megatron.oases.sizes import sub_batch_sizes
 
 
@@ -91,6 +91,13 @@ class ModelShape:
                 return 0
         raise AssertionError(role)
 
+    def replicated_parameters(self, role: Role) -> int:
+        """Those of a part's parameters whose gradients Megatron sums over the tensor-parallel group, with sequence
+        parallelism: each rank has seen its part of the sequence only."""
+        of_norm = self.hidden_size * (1 if self.rms_norm else 2)
+        of_bias = self.hidden_size * self.bias  # of the row-parallel linear
+        return {Role.EMBEDDING: 0, Role.EXIT: 0, Role.HEAD: of_norm}.get(role, of_norm + of_bias)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -100,6 +107,9 @@ class Workload:
         micro_batch: samples of a micro-batch.
         micro_batches: of one pipeline, in an iteration.
         recompute: `full`: every layer; `block`: the first `recompute_layers` of a stage; `none`.
+        degrees: TP degree of every block of all stages (attention, MLP, attention, …), divisors of `tensor`. Empty: all
+            have that.
+        recomputed: whether each of these blocks is recomputed. None: as `recompute` says.
         sub_batches: how many a micro-batch is cut into.
         gradient_bytes: of a parameter in Megatron's gradient buffer.
         hidden_dropout: whether there is any between blocks.
@@ -115,6 +125,8 @@ class Workload:
     micro_batches: int
     recompute: Literal["none", "full", "block"]
     recompute_layers: int = 0
+    degrees: tuple[int, ...] = ()
+    recomputed: tuple[bool, ...] | None = None
     sub_batches: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
@@ -158,10 +170,22 @@ class Workload:
     def chain(self, stage: int, *, keeps_last_layer: bool) -> tuple[Part, ...]:
         """The parts of pipeline stage `stage`; see `build_chain`."""
         layers = self.model.layers // self.pipeline
-        return build_chain(
+        ends = {"embedding": stage == 0, "head": stage == self.pipeline - 1}
+        chain = build_chain(
             layers=layers,
             recomputed_layers={"none": 0, "full": layers, "block": min(self.recompute_layers, layers)}[self.recompute],
-            embedding=stage == 0,
-            head=stage == self.pipeline - 1,
             keeps_last_layer=keeps_last_layer,
+            **ends,
         )
+        own = slice(2 * layers * stage, 2 * layers * (stage + 1))
+        blocks = [part for part in chain if part.is_block]
+        if self.recomputed is not None:
+            blocks = [replace(part, recomputed=each) for part, each in zip(blocks, self.recomputed[own], strict=True)]
+        if self.degrees:
+            counts = [self.tensor // degree for degree in self.degrees[own]]
+            blocks = [replace(part, sub_groups=count) for part, count in zip(blocks, counts, strict=True)]
+        return enclose(blocks, **ends)
+
+    def degree_of(self, part: Part) -> int:
+        """Its TP degree."""
+        return self.tensor // part.sub_groups

@@ -1,6 +1,7 @@
 """Which measurements make a profile, in which order, and how each is taken."""
 
 import copy
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -263,6 +264,9 @@ def group_shapes(
     shapes = {Group(t): (*plain, Collective.ALL_TO_ALL) for t in degrees}
     for t in degrees:  # a block of a lower degree runs in T/t sub-groups
         shapes.setdefault(Group(tensor // t, stride=t), plain)
+    for low, high in itertools.combinations(sorted(degrees), 2):  # sub-groups that exchange activations
+        if high % low == 0:
+            shapes.setdefault(Group(high // low, stride=low), (*plain, Collective.ALL_TO_ALL))
     shapes[Group(data, tensor)] = plain
     shapes[Group(pipeline, tensor * data)] = (Collective.ALL_REDUCE, Collective.SEND)
     if tied_embeddings and pipeline > 2:  # of two stages they are the pipeline's groups

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from megatron.oases.errors import UsageError
+from megatron.oases.sizes import sub_batch_sizes
 
 _ENTRY = re.compile(r"([1-9]\d*)(?:/([1-9]\d*))?(?:x([1-9]\d*))?")
 
@@ -55,3 +56,32 @@ def format_degrees(degrees: Sequence[LayerDegrees]) -> str:
     """The short form of these layers' degrees, as short as it can be."""
     runs = [(layer, len(list(run))) for layer, run in groupby(degrees)]
     return ",".join(f"{layer}x{count}" if count > 1 else str(layer) for layer, count in runs)
+
+
+def legal_degrees(tensor: int, *, micro_batch: int, sub_batches: int) -> tuple[int, ...]:
+    """The degrees that a block can have: divisors of T whose T/t sub-groups divide every sub-batch.
+
+    Args:
+        tensor: T.
+        micro_batch: its samples.
+        sub_batches: that it is cut into.
+    """
+    sizes = sub_batch_sizes(micro_batch, sub_batches)
+    divisors = [degree for degree in range(1, tensor + 1) if tensor % degree == 0]
+    return tuple(degree for degree in divisors if not any(size % (tensor // degree) for size in sizes))
+
+
+def refusal(degree: int, tensor: int, *, micro_batch: int, sub_batches: int) -> str | None:
+    """Why a block cannot have that degree, if it cannot. Arguments are those of `legal_degrees`."""
+    legal = legal_degrees(tensor, micro_batch=micro_batch, sub_batches=sub_batches)
+    if degree in legal:
+        return None
+    if degree < 1 or tensor % degree:
+        reason = f"does not divide tensor {tensor}"
+    else:
+        sizes = " + ".join(map(str, sub_batch_sizes(micro_batch, sub_batches)))
+        reason = (
+            f"makes {tensor} / {degree} = {tensor // degree} sub-groups, among which micro_batch {micro_batch} in "
+            f"{sub_batches} sub_batches of {sizes} samples cannot be divided"
+        )
+    return f"{reason}; legal are {', '.join(map(str, legal))}"

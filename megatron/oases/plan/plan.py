@@ -5,8 +5,7 @@ from pathlib import Path
 
 from megatron.oases.cost.records import from_json, read_json_object, to_json, write_json_object
 from megatron.oases.cost.workload import ModelShape
-from megatron.oases.plan.degrees import LayerDegrees, format_degrees
-from megatron.oases.sizes import sub_batch_sizes
+from megatron.oases.plan.degrees import LayerDegrees, format_degrees, refusal
 
 VERSION = 1
 
@@ -34,7 +33,7 @@ class Predicted:
     """What the planner expects of an iteration.
 
     Args:
-        by: `simulator`, or `program`: the formulas of the optimisation, where the plan cannot be simulated.
+        by: `simulator`.
         exposed_ms: communication that nothing hides.
         memory_bytes: the most on one device.
     """
@@ -55,13 +54,24 @@ class Solver:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a plan's times are of. `memory_bytes` is null where devices share the host's."""
+
+    name: str
+    backend: str
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All of the file.
 
     Args:
-        model: what it is made for.
+        model: what it is made for; it runs with no other.
+        devices: what it is made for; null if nobody knows.
         costs: the profile or the cluster that the times are from.
         tensor: T, `--tensor-model-parallel-size`: the degree of embedding and head, and the largest that a block has.
+        pipeline: pipeline stages, each with as many layers.
         data: data-parallel size.
         micro_batch: samples of a micro-batch of T devices.
         micro_batches: of an iteration.
@@ -74,8 +84,10 @@ class Plan:
 
     version: int
     model: ModelShape
+    devices: Devices | None = None
     costs: str
     tensor: int
+    pipeline: int = 1
     data: int
     micro_batch: int
     micro_batches: int
@@ -86,29 +98,22 @@ class Plan:
     solver: Solver | None
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "data", "micro_batch", "micro_batches", "sub_batches"):
+        for name in ("tensor", "pipeline", "data", "micro_batch", "micro_batches", "sub_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         if len(self.layers) != self.model.layers:
             raise ValueError(f"layers are {len(self.layers)}, but model has {self.model.layers}")
+        if len(self.layers) % self.pipeline:
+            raise ValueError(f"layers are {len(self.layers)}, which pipeline {self.pipeline} does not divide")
         for number, layer in enumerate(self.layers):
             for name, degree in layer.degrees._asdict().items():
-                if error := self._refusal(degree):
+                if error := refusal(degree, self.tensor, micro_batch=self.micro_batch, sub_batches=self.sub_batches):
                     raise ValueError(f"layers[{number}]: {name}: degree {degree} {error}")
 
-    def _refusal(self, degree: int) -> str | None:
-        """Why a block cannot have that degree."""
-        if degree < 1 or self.tensor % degree:
-            divisors = [each for each in range(1, self.tensor + 1) if self.tensor % each == 0]
-            return f"does not divide tensor {self.tensor}; legal are {', '.join(map(str, divisors))}"
-        sub_groups = self.tensor // degree
-        sizes = sub_batch_sizes(self.micro_batch, self.sub_batches)
-        if any(size % sub_groups for size in sizes):
-            return (
-                f"makes {self.tensor} / {degree} = {sub_groups} sub-groups, among which micro_batch {self.micro_batch} in "
-                f"{self.sub_batches} sub_batches of {' + '.join(map(str, sizes))} samples cannot be divided"
-            )
-        return None
+    @property
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        """Attention, MLP, attention, …"""
+        return tuple(block for layer in self.layers for block in (layer.attention, layer.mlp))
 
     @property
     def short_form(self) -> str:

@@ -12,8 +12,14 @@ gradients may be put off: what has been put off so far, and was not used up by a
 computation hides two transfers: what lies in a slot hides that slot's transfers alone, and each weight gradient is
 spent once. Without an overlapping schedule nothing is hidden.
 
-    iteration = micro-batches · (all computation + all transfers that stay exposed) + what each choice costs once + fixed
-    memory    = what all choices keep + the most that one of them needs while it runs
+    stage     = all computation + all transfers that stay exposed + sending to other stages
+    once      = reductions of gradients, optimizer; of what runs beside the last backward pass, what is longer than that
+    iteration = sum of all stages + (micro-batches - 1) · the slowest stage + the largest once + fixed
+    memory    = weights, gradients, optimizer + micro-batches in flight · activations + the most that one part needs
+                while it runs, of each stage
+
+With one stage that is micro-batches · stage + once + fixed. A stage of 1F1B has as many micro-batches in flight as
+stages follow it, itself included.
 
 Layers that are alike may be tied together in a segment, which repeats its parts: a model of 96 layers is then not a
 larger problem than one of 12.
@@ -64,13 +70,17 @@ class ChoiceCost:
 
     Args:
         once_ms: paid once an iteration, and hidden by nothing: reduction of gradients, the optimizer.
-        kept_bytes: parameters, gradients, optimizer, and activations from forward to backward.
+        beside_last_ms: communication beside the last backward pass: data parallelism that overlaps.
+        static_bytes: parameters, gradients, optimizer.
+        kept_bytes: activations of a micro-batch from forward to backward.
         working_bytes: what it needs beyond that while it runs.
     """
 
     forward: Pass[float]
     backward: Pass[float]
     once_ms: float = 0.0
+    beside_last_ms: float = 0.0
+    static_bytes: int = 0
     kept_bytes: int = 0
     working_bytes: int = 0
 
@@ -80,10 +90,11 @@ Table = Mapping[Choice, ChoiceCost]
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Parts in order, and how often they are repeated, always with the same choices."""
+    """Parts in order, how often they are repeated, always with the same choices, and in which pipeline stage."""
 
     parts: tuple[Table, ...]
     repeats: int = 1
+    stage: int = 0
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or not self.parts or not all(self.parts):
@@ -110,6 +121,7 @@ class Problem:
         micro_batches: of an iteration.
         redistribution_ms: from one degree to another, forward and then backward, of a whole micro-batch. Nothing where
             a pair is missing.
+        send_ms: a micro-batch to the next pipeline stage, or its gradient back. The sender is busy meanwhile.
         fixed_ms: of an iteration, whatever is chosen.
         memory_bytes: of a device; None where it does not matter.
     """
@@ -119,6 +131,7 @@ class Problem:
     overlaps: bool = True
     micro_batches: int = 1
     redistribution_ms: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    send_ms: float = 0.0
     fixed_ms: float = 0.0
     memory_bytes: int | None = None
 
@@ -133,17 +146,33 @@ class Problem:
         return tuple(segment.repeats for segment in self.segments for _ in segment.parts)
 
     @property
+    def stages(self) -> tuple[range, ...]:
+        """The parts of each pipeline stage."""
+        stage_of = [segment.stage for segment in self.segments for _ in segment.parts]
+        starts = [stage_of.index(stage) for stage in range(stage_of[-1] + 1)]
+        return tuple(map(range, starts, [*starts[1:], len(stage_of)]))
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations a stage holds at once."""
+        return min(len(self.stages) - stage, self.micro_batches)
+
+    def sending_ms(self, stage: int) -> float:
+        """Of a micro-batch."""
+        return self.send_ms * ((stage > 0) + (stage < len(self.stages) - 1))
+
+    @property
     def edges(self) -> tuple[Edge, ...]:
-        """In the order of the forward pass."""
+        """In the order of the forward pass. Stages hand whole micro-batches on: between them there is none."""
         edges, first = [], 0
-        for segment in self.segments:
+        for segment, following in zip(self.segments, [*self.segments[1:], None]):
             last = first + len(segment.parts) - 1
             edges += [Edge(part, part + 1, segment.repeats) for part in range(first, last)]
             if segment.repeats > 1:
                 edges.append(Edge(last, first, segment.repeats - 1))
-            edges.append(Edge(last, last + 1, 1))
+            if following is not None and following.stage == segment.stage:
+                edges.append(Edge(last, last + 1, 1))
             first = last + 1
-        return tuple(edges[:-1])  # behind the last part there is none
+        return tuple(edges)
 
     def between_ms(self, before: Choice, after: Choice, *, forward: bool) -> float:
         return self.redistribution_ms.get((before.degree, after.degree), (0.0, 0.0))[0 if forward else 1]
@@ -161,15 +190,17 @@ class Slot(Generic[Ms]):
 
 def slots(
     problem: Problem,
+    parts: range,
     *,
     forward: bool,
     cost: Callable[[int], Pass[Ms]],
     between_ms: Callable[[int, int], Ms],
 ) -> Iterator[Slot[Ms]]:
-    """The slots of a pass, in its order: with numbers for a given plan, with linear expressions for a solver.
+    """The slots of a stage's pass, in its order: with numbers for a given plan, with linear expressions for a solver.
 
     Args:
         problem: its shape; the tables are not looked at.
+        parts: of the stage.
         forward: which pass.
         cost: of a part, by its number.
         between_ms: re-distribution between two parts that follow each other, by their numbers in forward order.
@@ -181,7 +212,6 @@ def slots(
     for edge in problem.edges:
         here, there = (edge.before, edge.after) if forward else (edge.after, edge.before)
         behind.setdefault(here, []).append((there, edge.times))
-    parts = range(len(problem.parts))
     for part in parts if forward else reversed(parts):
         own = cost(part)
         yield Slot(
@@ -206,7 +236,10 @@ def slots(
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a plan costs by the formulas at the top of this file, in an iteration."""
+    """What a plan costs by the formulas at the top of this file, in an iteration.
+
+    Computation and transfers are those of the slowest stage, `once_ms` and memory of the stage that needs most.
+    """
 
     iteration_ms: float
     compute_ms: float
@@ -216,13 +249,40 @@ class Evaluation:
     memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    compute_ms: float
+    transfer_ms: float
+    exposed_ms: float
+    elapsed_ms: float
+    once_ms: float
+    memory_bytes: int
+
+
 def evaluate(problem: Problem, choices: Sequence[Choice]) -> Evaluation:
     """The costs of one choice for each of `problem.parts`, without a solver."""
-    costs = [part[choice] for part, choice in zip(problem.parts, choices, strict=True)]
+    stages = [_evaluate_stage(problem, choices, stage) for stage in range(len(problem.stages))]
+    slowest = max(stages, key=lambda stage: stage.elapsed_ms)
+    once_ms = max(stage.once_ms for stage in stages)
+    running_ms = sum(stage.elapsed_ms for stage in stages) + (problem.micro_batches - 1) * slowest.elapsed_ms
+    return Evaluation(
+        iteration_ms=running_ms + once_ms + problem.fixed_ms,
+        compute_ms=problem.micro_batches * slowest.compute_ms,
+        transfer_ms=problem.micro_batches * slowest.transfer_ms,
+        exposed_ms=problem.micro_batches * slowest.exposed_ms,
+        once_ms=once_ms,
+        memory_bytes=max(stage.memory_bytes for stage in stages),
+    )
+
+
+def _evaluate_stage(problem: Problem, choices: Sequence[Choice], stage: int) -> _Stage:
+    parts = problem.stages[stage]
+    costs = {part: problem.parts[part][choices[part]] for part in parts}
     passes = [
         list(
             slots(
                 problem,
+                parts,
                 forward=forward,
                 cost=lambda part, forward=forward: costs[part].forward if forward else costs[part].backward,
                 between_ms=lambda before, after, forward=forward: problem.between_ms(
@@ -232,19 +292,21 @@ def evaluate(problem: Problem, choices: Sequence[Choice]) -> Evaluation:
         )
         for forward in (True, False)
     ]
-    whole = list(zip(problem.repeats, costs, strict=True))
-    compute_ms = sum(times * (cost.forward.all_compute_ms + cost.backward.all_compute_ms) for times, cost in whole)
+    whole = [(problem.repeats[part], cost) for part, cost in costs.items()]
+    backward_ms = sum(times * cost.backward.all_compute_ms for times, cost in whole)
+    compute_ms = sum(times * cost.forward.all_compute_ms for times, cost in whole) + backward_ms
     transfer_ms = sum(slot.times * slot.transfer_ms for each in passes for slot in each)
     exposed_ms = sum(map(_exposed_ms, passes)) if problem.overlaps else transfer_ms
-    once_ms = sum(times * cost.once_ms for times, cost in whole)
-    kept_bytes = sum(times * cost.kept_bytes for times, cost in whole)
-    return Evaluation(
-        iteration_ms=problem.micro_batches * (compute_ms + exposed_ms) + once_ms + problem.fixed_ms,
-        compute_ms=problem.micro_batches * compute_ms,
-        transfer_ms=problem.micro_batches * transfer_ms,
-        exposed_ms=problem.micro_batches * exposed_ms,
-        once_ms=once_ms,
-        memory_bytes=kept_bytes + max(cost.working_bytes for cost in costs),
+    beside_last_ms = sum(times * cost.beside_last_ms for times, cost in whole)
+    in_flight = problem.in_flight(stage)
+    kept_bytes = sum(times * (cost.static_bytes + in_flight * cost.kept_bytes) for times, cost in whole)
+    return _Stage(
+        compute_ms=compute_ms,
+        transfer_ms=transfer_ms,
+        exposed_ms=exposed_ms,
+        elapsed_ms=compute_ms + exposed_ms + problem.sending_ms(stage),
+        once_ms=sum(times * cost.once_ms for times, cost in whole) + max(0.0, beside_last_ms - backward_ms),
+        memory_bytes=kept_bytes + max(cost.working_bytes for cost in costs.values()),
     )
 
 

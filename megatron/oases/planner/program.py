@@ -1,30 +1,36 @@
 """The problem as a mixed-integer program, solved by HiGHS through SciPy.
 
-    x[b,c] ∈ {0,1}    part b takes choice c                                   one each: `_choose_one`
-    y[k,d,d'] ≥ 0     edge k goes from degree d to degree d'                  marginals of x: `_connect`
-    e[j] ≥ 0          what slot j leaves exposed: at least t[j] - d[j]        `_hide`
-    f[j] ≥ 0          of that, what weight gradients hide: at most e[j]       `_hide`
-    p[j] ≥ 0          what is then left of them: p[j-1] + put off in j - f[j] `_hide`
-    W ≥ 0             at least the working memory of every part               `_fit`
+    x[b,c] ∈ {0,1}    part b takes choice c                                     one each: `_choose_one`
+    y[k,d,d'] ≥ 0     edge k goes from degree d to degree d'                    marginals of x: `_connect`
+    e[j] ≥ 0          what slot j leaves exposed: at least t[j] - d[j]          `_hide`
+    f[j] ≥ 0          of that, what weight gradients hide: at most e[j]         `_hide`
+    p[j] ≥ 0          what is then left of them: p[j-1] + put off in j - f[j]   `_hide`
+    L[s] ≥ 0          what stage s has beside its last backward pass, and is longer than that   `_once`
+    W[s] ≥ 0          at least the working memory of every part of stage s      `_memory`
+    S, O ≥ 0          at least every stage's time, and what it costs once       `_largest`
 
-    minimise  micro-batches · Σ (computation · x + times · (e - f)) + Σ once · x
-    subject to  Σ kept · x + W ≤ memory
+    minimise  Σ T[s] + (micro-batches - 1) · S + O
+    where     T[s] = Σ computation · x + times · (e - f) + sending,   O[s] = Σ once · x + L[s]
+    subject to  Σ (static + in flight · kept) · x + W[s] ≤ memory for every stage s
+
+The next best plan differs from those before in how often some choice is taken, by parts that are alike: `_exclude`.
+To put the same layers into another order is not another plan.
 
 t[j], d[j] and what is put off are linear in x and y: they come from the same function `slots` that evaluates a given
 plan. The y are whole numbers by themselves once the x are.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from megatron.oases.planner.problem import Choice, Edge, Evaluation, Pass, Problem, evaluate, slots
+from megatron.oases.planner.problem import Choice, ChoiceCost, Edge, Evaluation, Pass, Problem, evaluate, slots
 from megatron.oases.sizes import GIB  # in which bytes are counted: the solver wants numbers of similar size
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ def solve(problem: Problem, *, best: int = 1, gap: float = 1e-3, limit_s: float 
 
     Args:
         problem: what is minimised.
-        best: how many.
+        best: how many, no two of which take the same choices equally often.
         gap: relative gap at which the solver stops.
         limit_s: time for each of them.
 
@@ -119,18 +125,20 @@ class _Program:
             {choice: self._variable(upper=1.0, whole=True) for choice in part} for part in problem.parts
         ]
         self._choose_one()
-        memory = self._fit(limited=not smallest)
+        memory = [self._memory(stage) for stage in range(len(problem.stages))]
         if smallest:
-            self._minimise(memory)
+            self._minimise(self._largest(memory))
             return
+        if problem.memory_bytes is not None:
+            for each in memory:
+                self._row(each, -np.inf, problem.memory_bytes / GIB)
         self._y = {(edge.before, edge.after): self._connect(edge) for edge in problem.edges}
-        for forward in (True, False):
-            self._hide(forward)
-        for part, (times, table) in enumerate(zip(problem.repeats, problem.parts, strict=True)):
-            for choice, cost in table.items():
-                compute_ms = cost.forward.all_compute_ms + cost.backward.all_compute_ms
-                ms = problem.micro_batches * compute_ms + cost.once_ms
-                self._minimise(Expression({self._x[part][choice]: times * ms}))
+        stages_ms = [self._stage_ms(stage) for stage in range(len(problem.stages))]
+        for stage_ms in stages_ms:
+            self._minimise(stage_ms)
+        sending_ms = [problem.sending_ms(stage) for stage in range(len(problem.stages))]
+        self._minimise(self._largest(stages_ms, sending_ms) * (problem.micro_batches - 1))
+        self._minimise(self._largest([self._once(stage) for stage in range(len(problem.stages))]))
 
     def solutions(
         self, count: int, *, gap: float, limit_s: float
@@ -165,16 +173,48 @@ class _Program:
         for x in self._x:
             self._row(Expression(dict.fromkeys(x.values(), 1.0)), 1.0, 1.0)
 
-    def _fit(self, *, limited: bool) -> Expression:
-        problem, working = self._problem, self._variable()
-        memory = Expression({working: 1.0})
-        for times, table, x in zip(problem.repeats, problem.parts, self._x, strict=True):
-            memory += Expression({x[choice]: times * cost.kept_bytes / GIB for choice, cost in table.items()})
-            own = Expression({x[choice]: cost.working_bytes / GIB for choice, cost in table.items()})
-            self._row(Expression({working: 1.0}) - own, 0.0, np.inf)
-        if limited and problem.memory_bytes is not None:
-            self._row(memory, -np.inf, problem.memory_bytes / GIB)
-        return memory
+    def _sum(self, parts: Iterable[int], cost: Callable[[ChoiceCost], float]) -> Expression:
+        """Over all parts, each as often as it is repeated: linear in x."""
+        problem = self._problem
+        return Expression({
+            variable: problem.repeats[part] * cost(problem.parts[part][choice])
+            for part in parts
+            for choice, variable in self._x[part].items()
+        })
+
+    def _largest(self, expressions: Sequence[Expression], constants: Sequence[float] = ()) -> Expression:
+        """At least every expression plus its constant. Of a single one, itself without the constant."""
+        if len(expressions) == 1:
+            return expressions[0]
+        largest = Expression({self._variable(): 1.0})
+        for expression, constant in zip_longest(expressions, constants, fillvalue=0.0):
+            self._row(largest - expression, constant, np.inf)
+        return largest
+
+    def _memory(self, stage: int) -> Expression:
+        """In GiB."""
+        problem, parts = self._problem, self._problem.stages[stage]
+        working, in_flight = Expression({self._variable(): 1.0}), problem.in_flight(stage)
+        for part in parts:
+            own = {x: problem.parts[part][choice].working_bytes / GIB for choice, x in self._x[part].items()}
+            self._row(working - Expression(own), 0.0, np.inf)
+        return working + self._sum(parts, lambda cost: (cost.static_bytes + in_flight * cost.kept_bytes) / GIB)
+
+    def _stage_ms(self, stage: int) -> Expression:
+        """Of a micro-batch, without sending."""
+        parts = self._problem.stages[stage]
+        compute_ms = self._sum(parts, lambda cost: cost.forward.all_compute_ms + cost.backward.all_compute_ms)
+        return compute_ms + self._hide(parts, forward=True) + self._hide(parts, forward=False)
+
+    def _once(self, stage: int) -> Expression:
+        problem, parts = self._problem, self._problem.stages[stage]
+        once_ms = self._sum(parts, lambda cost: cost.once_ms)
+        if not any(cost.beside_last_ms for part in parts for cost in problem.parts[part].values()):
+            return once_ms
+        left = Expression({self._variable(): 1.0})
+        beside = self._sum(parts, lambda cost: cost.beside_last_ms - cost.backward.all_compute_ms)
+        self._row(left - beside, 0.0, np.inf)
+        return once_ms + left
 
     def _connect(self, edge: Edge) -> dict[tuple[int, int], int]:
         before, after = self._x[edge.before], self._x[edge.after]
@@ -188,7 +228,8 @@ class _Program:
             self._row(arriving - _at(after, degree), 0.0, 0.0)
         return y
 
-    def _hide(self, forward: bool) -> None:
+    def _hide(self, parts: range, *, forward: bool) -> Expression:
+        """What a pass of a stage leaves exposed."""
         problem = self._problem
 
         def cost(part: int) -> Pass[Expression]:
@@ -206,21 +247,42 @@ class _Program:
                 for (start, end), variable in self._y[before, after].items()
             })
 
-        put_off = Expression()
-        for slot in slots(problem, forward=forward, cost=cost, between_ms=between_ms):
+        exposed_ms = put_off = Expression()
+        for slot in slots(problem, parts, forward=forward, cost=cost, between_ms=between_ms):
             if not problem.overlaps:
-                self._minimise(slot.transfer_ms * (problem.micro_batches * slot.times))
+                exposed_ms += slot.transfer_ms * slot.times
                 continue
             exposed, hidden = (Expression({self._variable(): 1.0}) for _ in range(2))
             self._row(exposed - slot.transfer_ms + slot.beside_ms, 0.0, np.inf)
             self._row(exposed - hidden, 0.0, np.inf)
             before, put_off = put_off, Expression({self._variable(): 1.0})
             self._row(put_off - before - (slot.movable_ms - hidden) * slot.times, 0.0, 0.0)
-            self._minimise((exposed - hidden) * (problem.micro_batches * slot.times))
+            exposed_ms += (exposed - hidden) * slot.times
+        return exposed_ms
 
     def _exclude(self, choices: Sequence[Choice]) -> None:
-        taken = {x[choice]: 1.0 for x, choice in zip(self._x, choices, strict=True)}
-        self._row(Expression(taken), -np.inf, len(taken) - 1.0)
+        """Some choice must be taken more often, n > n*, by parts that are alike: n ≥ (n* + 1) · u, Σ u ≥ 1."""
+        problem, more = self._problem, {}
+        for alike in self._alike():
+            for choice in problem.parts[alike[0]]:
+                taken = sum(problem.repeats[part] for part in alike if choices[part] == choice)
+                count = {self._x[part][choice]: float(problem.repeats[part]) for part in alike}
+                if taken < sum(count.values()):
+                    variable = self._variable(upper=1.0, whole=True)
+                    more[variable] = 1.0
+                    self._row(Expression({**count, variable: -(taken + 1.0)}), 0.0, np.inf)
+        self._row(Expression(more), 1.0, np.inf)
+
+    def _alike(self) -> list[list[int]]:
+        """Parts that choose from the same table."""
+        found: list[list[int]] = []
+        for part, table in enumerate(self._problem.parts):
+            alike = next((parts for parts in found if self._problem.parts[parts[0]] == table), None)
+            if alike is None:
+                found.append([part])
+            else:
+                alike.append(part)
+        return found
 
     def _variable(self, *, upper: float = np.inf, whole: bool = False) -> int:
         self._costs.append(0.0)

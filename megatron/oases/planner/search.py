@@ -8,31 +8,34 @@ from megatron.oases.cost.model import CostModel
 from megatron.oases.cost.result import Prediction
 from megatron.oases.cost.system import System
 from megatron.oases.cost.workload import Workload
-from megatron.oases.plan import BlockPlan, LayerPlan
+from megatron.oases.plan import BlockPlan, LayerPlan, legal_degrees
 from megatron.oases.planner.problem import Choice, Evaluation, Pass, Problem, Segment, evaluate
 from megatron.oases.planner.program import Infeasible, Solution, solve
-from megatron.oases.planner.tables import legal_degrees, problem_of
+from megatron.oases.planner.tables import problem_of
+
+# How often the program gets less memory than there is, because what fits by its formulas did not when simulated.
+_TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan and its costs.
+    """A plan, what the program's formulas say of it, and what the simulator says, which decides.
 
     Args:
         name: for tables.
-        workload: with its number of sub-batches.
+        workload: with its number of sub-batches, degrees and recomputation.
         problem: that it is a plan for.
         choices: of each of the problem's parts.
+        simulated: by the schedule's own lists.
         solution: where a solver found it.
-        simulated: where the simulator knows how to run it: all blocks have degree T and are recomputed, or none is.
     """
 
     name: str
     workload: Workload
     problem: Problem
     choices: tuple[Choice, ...]
+    simulated: Prediction
     solution: Solution | None = None
-    simulated: Prediction | None = None
 
     @property
     def evaluation(self) -> Evaluation:
@@ -41,82 +44,142 @@ class Candidate:
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
         """In order, each by itself."""
-        layers: list[LayerPlan] = []
-        choices = iter(self.choices[1:-1])
-        for segment in self.problem.segments[1:-1]:
-            attention, mlp = (
-                BlockPlan(degree=each.degree, recomputed=each.recomputed) for each in (next(choices), next(choices))
-            )
-            layers += [LayerPlan(attention=attention, mlp=mlp)] * segment.repeats
-        return tuple(layers)
+        return layers_of(self.problem, self.choices)
 
 
-def search(
-    cost: CostModel,
-    workload: Workload,
-    system: System,
-    *,
-    degrees: Sequence[int] | None,
-    sub_batches: Sequence[int],
-    recomputation: Sequence[bool],
-    memory_bytes: int | None,
-) -> list[Candidate]:
-    """The best plan for each number of sub-batches, best first.
+def layers_of(problem: Problem, choices: Sequence[Choice]) -> tuple[LayerPlan, ...]:
+    """Every layer of a choice for each of the problem's parts."""
+    layers: list[LayerPlan] = []
+    remaining = iter(choices)
+    for segment in problem.segments:
+        own = [BlockPlan(degree=each.degree, recomputed=each.recomputed) for _, each in zip(segment.parts, remaining)]
+        if len(own) == 2:  # else an end of a stage
+            layers += [LayerPlan(attention=own[0], mlp=own[1])] * segment.repeats
+    return tuple(layers)
+
+
+class Search:
+    """Looks for the best plan of one workload.
 
     Args:
-        cost: times of single operations, of the executor or, for a vanilla system, of Megatron.
-        workload: without pipeline parallelism; its TP degree is T.
+        cost: times of single operations.
+        workload: its TP degree is T.
         system: who orders the operations.
         degrees: that the costs know; None for all.
-        sub_batches: numbers to try.
         recomputation: whether blocks may be kept, recomputed, or both.
-        memory_bytes: of a device.
-
-    Raises:
-        Infeasible: none fits.
+        memory_bytes: of a device; None where it does not matter.
+        best: how many of the program's best plans are simulated, for each number of sub-batches.
     """
-    candidates: list[Candidate] = []
-    smallest: Infeasible | None = None
-    for count in sub_batches:
-        tried = replace(workload, sub_batches=count)
-        problem = problem_of(
-            cost,
-            tried,
-            degrees=[degree for degree in legal_degrees(tried) if degrees is None or degree in degrees],
-            recomputation=recomputation,
-            overlaps=not system.is_vanilla,
-            memory_bytes=memory_bytes,
+
+    def __init__(
+        self,
+        cost: CostModel,
+        workload: Workload,
+        system: System,
+        *,
+        degrees: Sequence[int] | None,
+        recomputation: Sequence[bool],
+        memory_bytes: int | None,
+        best: int = 3,
+    ):
+        self._cost = cost
+        self._simulator = Simulator(cost)
+        self._workload = workload
+        self._system = system
+        self._degrees = degrees
+        self._recomputation = recomputation
+        self._memory_bytes = memory_bytes
+        self._best = best
+
+    def run(self, sub_batches: Sequence[int]) -> list[Candidate]:
+        """The program's best plans and all uniform ones that fit, best first by the simulator.
+
+        Args:
+            sub_batches: numbers to try.
+
+        Raises:
+            Infeasible: none fits.
+        """
+        found: list[Candidate] = []
+        smallest: list[Infeasible] = []
+        for count in sub_batches:
+            problem = self._problem(replace(self._workload, sub_batches=count))
+            try:
+                found += self._planned(problem, count)
+            except Infeasible as error:
+                smallest.append(error)
+            found += filter(self._fits, self._uniform(problem, count))
+        if not found:
+            raise min(smallest, key=lambda each: each.least_bytes)
+        return sorted(_distinct(found), key=lambda each: each.simulated.iteration_ms)
+
+    def _problem(self, workload: Workload) -> Problem:
+        legal = legal_degrees(workload.tensor, micro_batch=workload.micro_batch, sub_batches=workload.sub_batches)
+        return problem_of(
+            self._cost,
+            workload,
+            self._system,
+            degrees=[degree for degree in legal if self._degrees is None or degree in self._degrees],
+            recomputation=self._recomputation,
+            memory_bytes=self._memory_bytes,
         )
-        try:
-            (solution,) = solve(problem)
-        except Infeasible as error:
-            smallest = min(error, smallest or error, key=lambda each: each.least_bytes)
-            continue
-        candidates.append(
-            Candidate(
-                name=f"plan, {count} sub-batch{'es' if count > 1 else ''}",
-                workload=tried,
-                problem=problem,
-                choices=solution.choices,
-                solution=solution,
+
+    def _planned(self, problem: Problem, count: int) -> list[Candidate]:
+        """Those that fit when they are simulated. The formulas' memory is near that, not equal."""
+        name = f"plan, {count} sub-batch{'es' if count > 1 else ''}"
+        limited = problem
+        for _ in range(_TRIES):
+            try:
+                solutions = solve(limited, best=self._best)
+            except Infeasible as error:
+                least = self._candidate(problem, error.choices, name, count)
+                if self._fits(least):
+                    return [least]
+                raise Infeasible(least.simulated.peak_bytes, error.choices) from None
+            found = [replace(self._candidate(problem, each.choices, name, count), solution=each) for each in solutions]
+            fitting = [each for each in found if self._fits(each)]
+            if fitting:
+                return fitting
+            overlooked = min(each.simulated.peak_bytes - each.evaluation.memory_bytes for each in found)
+            limited = replace(limited, memory_bytes=max(self._memory_bytes - overlooked, 0))
+        raise Infeasible(min(each.simulated.peak_bytes for each in found), solutions[0].choices)
+
+    def _uniform(self, problem: Problem, count: int) -> Iterator[Candidate]:
+        """Every degree for all blocks, kept and recomputed."""
+        layer = next(segment for segment in problem.segments if len(segment.parts) == 2)
+        for choice in layer.parts[0]:
+            choices = tuple(
+                choice if len(segment.parts) == 2 else next(iter(part))
+                for segment in problem.segments
+                for part in segment.parts
             )
+            kept = "recomputed" if choice.recomputed else "kept"
+            yield self._candidate(problem, choices, f"all {choice.degree}, {kept}, {count} sub", count)
+
+    def _candidate(self, problem: Problem, choices: tuple[Choice, ...], name: str, count: int) -> Candidate:
+        blocks = [block for layer in layers_of(problem, choices) for block in (layer.attention, layer.mlp)]
+        recomputed = tuple(block.recomputed for block in blocks)
+        workload = replace(
+            self._workload,
+            sub_batches=count,
+            degrees=tuple(block.degree for block in blocks),
+            recomputed=recomputed,
+            recompute="full" if all(recomputed) else "none",
         )
-    if not candidates:
-        raise smallest
-    found = (_simulated(candidate, cost, system) for candidate in candidates)
-    return sorted(found, key=lambda each: each.evaluation.iteration_ms)
+        simulated = self._simulator.predict(workload, self._system)
+        return Candidate(name=name, workload=workload, problem=problem, choices=choices, simulated=simulated)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self._memory_bytes is None or candidate.simulated.peak_bytes <= self._memory_bytes
 
 
-def uniform_plans(of: Candidate, cost: CostModel, system: System) -> Iterator[Candidate]:
-    """Every degree for all blocks, kept and recomputed, as far as they are legal and fit."""
-    problem = of.problem
-    ends = problem.parts[0], problem.parts[-1]
-    for choice in problem.parts[1]:
-        choices = (*ends[0], *[choice] * (len(problem.parts) - 2), *ends[1])
-        if problem.memory_bytes is not None and evaluate(problem, choices).memory_bytes > problem.memory_bytes:
-            continue
-        name = f"all {choice.degree}, {'recomputed' if choice.recomputed else 'kept'}"
-        yield _simulated(replace(of, name=name, choices=choices, solution=None, simulated=None), cost, system)
+def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Each plan once, the program's before uniform ones that are the same."""
+    seen = set()
+    for candidate in candidates:
+        if candidate.workload not in seen:
+            seen.add(candidate.workload)
+            yield candidate
 
 
 def scaled(problem: Problem, *, compute: float = 1.0, communication: float = 1.0) -> Problem:
@@ -147,13 +210,5 @@ def scaled(problem: Problem, *, compute: float = 1.0, communication: float = 1.0
             pair: (communication * forward, communication * backward)
             for pair, (forward, backward) in problem.redistribution_ms.items()
         },
+        send_ms=communication * problem.send_ms,
     )
-
-
-def _simulated(candidate: Candidate, cost: CostModel, system: System) -> Candidate:
-    """With the simulator's prediction, where it can run the plan."""
-    (first, *others) = candidate.choices[1:-1]
-    if first.degree != candidate.workload.tensor or any(other != first for other in others):
-        return candidate
-    workload = replace(candidate.workload, recompute="full" if first.recomputed else "none")
-    return replace(candidate, simulated=Simulator(cost).predict(workload, system))

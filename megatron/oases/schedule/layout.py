@@ -88,7 +88,7 @@ class Layout:
         """The operations that recompute a part, in order, for each sub-batch."""
         if not self.chain[place].recomputed:
             return ()
-        enter = self._resharding(place, Kind.RERESHARD, Kind.REENTER) if self._is_recomputed_from_inside(place) else ()
+        enter = self._resharding(place, Kind.RERESHARD, Kind.REENTER) if self.is_recomputed_from_inside(place) else ()
         gather = (Kind.RENORM, Kind.REGATHER) if self._gathers(place) else ()
         repeated = (Kind.REREDUCE, Kind.REJOIN) if self.repeats_collectives else ()
         if self.pieces > 1 and repeated:
@@ -138,7 +138,7 @@ class Layout:
         is_slice = target % source == 0 and not self.sequence_parallel
         return (waits,) if is_slice else (starts, waits)
 
-    def _is_recomputed_from_inside(self, place: int) -> bool:
+    def is_recomputed_from_inside(self, place: int) -> bool:
         """Whether a recomputed block's input is not kept but recomputed: of an MLP whose whole layer is recomputed."""
         is_second = self.repeats_collectives and self.chain[place].role is Role.MLP
         return is_second and self.chain[place].recomputed and self.chain[place - 1].recomputed
@@ -208,7 +208,7 @@ class Layout:
             case Kind.LOSS:
                 return of_all(Kind.FORWARD, place)
             case kind if kind in self.recompute_kinds(place)[:1]:
-                return (at(Kind.REJOIN, place - 1),) if self._is_recomputed_from_inside(place) else ()
+                return (at(Kind.REJOIN, place - 1),) if self.is_recomputed_from_inside(place) else ()
             case Kind.LOSS_GRAD:
                 return ()
             case Kind.JOIN_GRAD:

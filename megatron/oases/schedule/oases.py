@@ -65,7 +65,7 @@ def _backward(layout: Layout, without: frozenset[Idea]) -> list[Operation]:
         return [(kind, place) for kind in layout.recompute_kinds(place) if kind is not Kind.RECOMPUTE]
 
     order = [Operation(Kind.LOSS_GRAD, last)] if layout.has_head else []
-    order += in_turns(layout, regather(last))
+    order += in_turns(layout, regather(last - 1 if layout.chain[last].role is Role.EXIT else last))
     for place in range(last, first - 1, -1):
         # Recomputation needs no gradient: RECOMPUTE stands before the wait for the part above, and hides that
         # collective; what it gathers is on its way while the part above goes through its core.
