@@ -64,6 +64,7 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
     from megatron.training import training
 
     from megatron.oases.host.replacements import Replacements
+    from megatron.oases.plan import format_degrees
     from megatron.oases.report.alone import communication_only, compute_only, starting_together
     from megatron.oases.report.iterations import IterationReport, report_steps
 
@@ -81,6 +82,7 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
         {
             "schedule": config.schedule,
             "sub_batches": config.sub_batches,
+            "degrees": format_degrees(config.degrees) if config.degrees is not None else None,
             "only": config.only,
             "device": config.device,
             "world_size": args.world_size,

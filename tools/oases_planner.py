@@ -211,8 +211,8 @@ class Planning:
         for line in sorted(self._announcements):
             print(f"note: {line}", file=sys.stderr)
         plan = self._plan_of(best)
-        file = arguments.output or "the plan"
-        check_plan(plan, Run.of(best.workload, memory_bytes=self._memory_bytes), file=file)
+        run = Run.of(best.workload, memory_bytes=self._memory_bytes)
+        check_plan(plan, run, where=str(arguments.output or "the plan"))
         if arguments.output is not None:
             write_plan(arguments.output, plan)
             print(f"{arguments.output}: {shlex.join(sys.argv)}")

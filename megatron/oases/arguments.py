@@ -11,6 +11,7 @@ import torch
 
 from megatron.oases.command_line import OneLineParser, check_output
 from megatron.oases.errors import UsageError
+from megatron.oases.plan import LayerDegrees, Plan, parse_degrees, read_plan
 from megatron.oases.schedule import MEANING, Idea
 
 DEFAULT_SUB_BATCHES = 2
@@ -25,13 +26,22 @@ _HALVES = ("compute", "communication")
 
 @dataclass(frozen=True, kw_only=True)
 class OasesConfig:
-    """What the Oases flags ask for."""
+    """What the Oases flags ask for.
+
+    Args:
+        degrees: of every layer, from --oases-degrees or from the plan; None: all blocks have degree T.
+        degrees_flag: the flag that they are from, with its value.
+    """
 
     device: Literal["cuda", "cpu"]
     schedule: Literal["vanilla", "oases"] = "vanilla"
     sub_batches: int = 1
     split: Literal["batch", "sequence"] = "batch"
     ablate: frozenset[Idea] = frozenset()
+    degrees: tuple[LayerDegrees, ...] | None = None
+    degrees_flag: str | None = None
+    plan: Plan | None = None
+    plan_force: bool = False
     core_attention: Literal["local", "sdpa", "te"] = "local"
     report: Path | None = None
     only: Literal["compute", "communication"] | None = None
@@ -44,10 +54,26 @@ class OasesConfig:
         if self.only is not None and self.report is None:
             raise UsageError(f"--oases-only {self.only} does nothing but measure: add --oases-report FILE")
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether Oases runs the blocks: in its own order, or, for the sake of their degrees, in Megatron's."""
+        return self.schedule == "oases" or self.degrees is not None
+
+    @property
+    def scheduling_flag(self) -> str:
+        """The flag that asks for it, for messages."""
+        return "--oases-schedule oases" if self.schedule == "oases" else str(self.degrees_flag)
+
     @classmethod
     def from_args(cls, args: Namespace, *, device: Literal["cuda", "cpu"]) -> "OasesConfig":
-        sub_batches = args.oases_sub_batches
-        if args.oases_schedule == "vanilla":
+        plan = read_plan(Path(args.oases_plan)) if args.oases_plan is not None else None
+        if plan is not None:
+            _check_against_plan(args, plan)
+        elif args.oases_plan_force:
+            raise UsageError("--oases-plan-force has no effect without --oases-plan FILE: leave it out")
+        schedule = args.oases_schedule or (plan.schedule if plan is not None else "vanilla")
+        sub_batches = plan.sub_batches if plan is not None else args.oases_sub_batches
+        if schedule == "vanilla":
             for flag in _SCHEDULE_FLAGS:
                 value = getattr(args, flag.removeprefix("--").replace("-", "_"))
                 if value is not None:
@@ -58,16 +84,47 @@ class OasesConfig:
             sub_batches = 1
         elif sub_batches is None:
             sub_batches = DEFAULT_SUB_BATCHES
+        degrees, degrees_flag = _degrees(args, plan)
         return cls(
             device=device,
-            schedule=args.oases_schedule,
+            schedule=schedule,
             sub_batches=sub_batches,
             split=args.oases_split or "batch",
             ablate=_parse_ideas(args.oases_ablate),
+            degrees=degrees,
+            degrees_flag=degrees_flag,
+            plan=plan,
+            plan_force=args.oases_plan_force,
             core_attention=args.oases_core_attention,
             report=Path(args.oases_report) if args.oases_report is not None else None,
             only=args.oases_only,
         )
+
+
+def _check_against_plan(args: Namespace, plan: Plan) -> None:
+    """Refuses the Oases flags that say something else than the plan, and a plan that nothing here runs."""
+    path = args.oases_plan
+    if plan.schedule not in _SCHEDULES:
+        raise UsageError(f"{path}: schedule {plan.schedule!r} is none of {', '.join(_SCHEDULES)}")
+    if plan.schedule == "vanilla" and plan.sub_batches != 1:
+        raise UsageError(f"{path}: sub_batches {plan.sub_batches} with schedule vanilla, which does not cut micro-batches")
+    if args.oases_degrees is not None:
+        raise UsageError(f"--oases-degrees {args.oases_degrees}: --oases-plan {path} has the degrees; give one of them")
+    for flag, key in (("--oases-schedule", "schedule"), ("--oases-sub-batches", "sub_batches")):
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value not in (None, getattr(plan, key)):
+            raise UsageError(f"{flag} {value}: --oases-plan {path} has {key} {getattr(plan, key)}; leave the flag out")
+
+
+def _degrees(args: Namespace, plan: Plan | None) -> tuple[tuple[LayerDegrees, ...] | None, str | None]:
+    if plan is not None:
+        return tuple(layer.degrees for layer in plan.layers), f"--oases-plan {args.oases_plan}"
+    if args.oases_degrees is None:
+        return None, None
+    if args.num_layers is None:
+        raise UsageError(f"--oases-degrees {args.oases_degrees} needs --num-layers")
+    degrees = parse_degrees(args.oases_degrees, layers=args.num_layers)
+    return degrees, f"--oases-degrees {args.oases_degrees}"
 
 
 def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -77,9 +134,9 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--oases-schedule",
         choices=_SCHEDULES,
-        default="vanilla",
+        default=None,
         help="How the decoder runs. vanilla: as in Megatron. oases: in sub-batches, so that the tensor-parallel "
-        "communication of one hides behind the computation of another. Default: vanilla.",
+        "communication of one hides behind the computation of another. Default: the plan's, without one vanilla.",
     )
     group.add_argument(
         "--oases-sub-batches",
@@ -87,7 +144,7 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         metavar="N",
         help="Number of sub-batches that --oases-schedule oases splits each micro-batch into. 1 does not split. "
-        f"Default: {DEFAULT_SUB_BATCHES}.",
+        f"Default: the plan's, without one {DEFAULT_SUB_BATCHES}.",
     )
     group.add_argument(
         "--oases-split",
@@ -104,6 +161,26 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Leaves ideas of the oases schedule out, to measure what they gain; results stay the same. "
         + "; ".join(f"{idea.value}: {meaning}" for idea, meaning in MEANING.items())
         + ". Default: none is left out.",
+    )
+    group.add_argument(
+        "--oases-degrees",
+        default=None,
+        metavar="DEGREES",
+        help="Tensor-parallel degree of every layer, with any schedule: 4x8,2x16 is degree 4 for eight layers and then 2 "
+        "for sixteen; 4/2 is 4 for attention and 2 for the MLP. Each divides --tensor-model-parallel-size. "
+        "Default: --tensor-model-parallel-size for all.",
+    )
+    group.add_argument(
+        "--oases-plan",
+        default=None,
+        metavar="FILE",
+        help="Plan file of tools/oases_planner.py: schedule, sub-batches, and every block's degree and recomputation. "
+        "Default: none.",
+    )
+    group.add_argument(
+        "--oases-plan-force",
+        action="store_true",
+        help="Runs a plan that was made for another model or another layout, if it can be run at all. Default: it is refused.",
     )
     group.add_argument(
         "--oases-core-attention",

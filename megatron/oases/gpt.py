@@ -39,8 +39,12 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
         model.transformer_layer_spec = lambda model, vp_stage=None: with_core_attention(
             default_layer_spec(model, vp_stage), config.core_attention
         )
-    if config.schedule == "oases":
+    if config.is_scheduled:
         from megatron.oases.runtime import attach_schedule
+
+        recomputed = None
+        if config.plan is not None:
+            recomputed = [(layer.attention.recomputed, layer.mlp.recomputed) for layer in config.plan.layers]
 
         def attach(chunks):
             for chunk in chunks:
@@ -48,6 +52,9 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
                     chunk,
                     sub_batches=config.sub_batches,
                     along_sequence=config.split == "sequence",
+                    degrees=config.degrees,
+                    recomputed=recomputed,
+                    in_megatrons_order=config.schedule == "vanilla",
                     overlap_grad_reduce=args.overlap_grad_reduce,
                     micro_batches=get_num_microbatches,
                     without=config.ablate,

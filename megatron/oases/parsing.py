@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from megatron.oases.arguments import OasesConfig, add_oases_arguments, given_flags
 from megatron.oases.available import Available, choose_defaults, refuse_impossible
+from megatron.oases.degrees_support import check_block_flags
 from megatron.oases.errors import UsageError
 from megatron.oases.inputs import check_inputs
 from megatron.oases.sizes import check_shards, check_sizes
@@ -48,7 +49,9 @@ def parse(
         add_oases_arguments(parser)
         given = given_flags(parser, argv)
         refuse_impossible(given, possible or available)
-        schedule = getattr(given, "oases_schedule", "vanilla")
+        # Blocks of their own degrees are run by Oases in any order.
+        is_scheduled = "oases_degrees" in given or "oases_plan" in given
+        schedule = "oases" if is_scheduled else getattr(given, "oases_schedule", "vanilla")
         core_attention = getattr(given, "oases_core_attention", "local")
         changed.extend(
             choose_defaults(
@@ -80,6 +83,7 @@ def parse(
     # Again: a checkpoint (--use-checkpoint-args) may have changed what the command line said.
     check_schedule(args, config)
     check_shards(args)
+    check_block_flags(args, config)
     if changed and args.rank == 0:
         where = "on the CPU" if device == "cpu" else "without all of Transformer Engine and apex"
         print(f"oases: {where}, so by default {' '.join(changed)}", flush=True)

@@ -173,13 +173,13 @@ def check_schedule(args: Namespace, config: OasesConfig) -> None:
             f"--oases-core-attention {config.core_attention}: with --transformer-impl {args.transformer_impl} core attention is not ours to "
             "choose; use --transformer-impl local"
         )
-    if config.schedule == "vanilla":
+    if not config.is_scheduled:
         return
     for entry in UNSUPPORTED:
         if entry.is_used(args):
             value = getattr(args, entry.flag.removeprefix("--").replace("-", "_"), True)
             shown = entry.flag if value is True else f"{entry.flag} {value}"
-            raise UsageError(f"{shown}: --oases-schedule oases does not run with {entry.feature}")
+            raise UsageError(f"{shown}: {config.scheduling_flag} does not run with {entry.feature}")
     _check_split(args, config)
 
 

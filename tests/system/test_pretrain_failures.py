@@ -18,6 +18,10 @@ PARALLEL = ["--tensor-model-parallel-size", "2"]
             "error: --micro-batch-size 2 is less than --oases-sub-batches 4",
         ),
         (
+            [*MOCK_DATA, "--oases-schedule", "oases", "--oases-degrees", "2,1"],
+            "error: --oases-degrees 2,1: layer 2 of 2, attention: degree 1 makes 2 / 1 = 2 sub-groups",
+        ),
+        (
             ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99", "--data-path", "corpus.bin"],
             "error: --data-path corpus.bin: give the prefix, without .bin: corpus",
         ),

@@ -24,7 +24,7 @@ arguments, _ = parser.parse_known_args()
 
 if "STAND_IN_LOG" in os.environ:
     entry = {
-        "schedule": arguments.oases_schedule,
+        "schedule": arguments.oases_schedule or "vanilla",
         "only": arguments.oases_only,
         "flags": sys.argv[1:],
         "threads": os.environ["OMP_NUM_THREADS"],

@@ -46,7 +46,7 @@ def test_a_whole_comparison(stand_in, tmp_path, capsys):
         assert run["flags"][run["flags"].index("--train-iters") + 1] == "5"
         assert run["threads"] == runs[0]["threads"]
     without_report = [[flag for flag in run["flags"] if "report" not in flag] for run in runs]
-    schedule = ("--oases-schedule", "oases")
+    schedule = ("--oases-schedule", "oases", "vanilla")
     without_schedule = [[flag for flag in flags if flag not in schedule] for flags in without_report]
     assert all(flags == without_schedule[0] for flags in without_schedule), "systems must differ in nothing else"
     result = json.loads(out.read_text())

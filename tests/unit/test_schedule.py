@@ -42,6 +42,7 @@ CHAINS = {
     "sub-groups": [E, _half(RA, 2), RM, A, _half(RM, 4), _half(RA, 2), _half(RM, 2), H],
     "stage that ends with recomputed sub-groups": [_half(RA, 2), _half(RM, 2), Part(Role.EXIT)],
     "middle stage with sub-groups": [_half(RA, 2), _half(RM, 3), _half(A, 3), _half(M, 2), Part(Role.EXIT)],
+    "first stage with sub-groups": [E, RA, _half(RM, 2), Part(Role.EXIT)],
 }
 
 

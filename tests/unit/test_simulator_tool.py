@@ -110,7 +110,7 @@ def test_degrees_and_plans_of_a_training_command(tmp_path, monkeypatch, capsys):
     assert planned["iteration_ms"] <= min(mixed["iteration_ms"], uniform["iteration_ms"])
     assert uniform["stages"][0]["parameters_bytes"] > mixed["stages"][0]["parameters_bytes"]
     # After the double dash for all systems, and vanilla Megatron is none that the plan was made for.
-    refused = f"--oases-schedule vanilla: {written} is a plan for oases"
+    refused = f"--oases-schedule vanilla: --oases-plan {written} has schedule oases"
     argv = ["--cluster", "emulated", "--", *TRAINING, "--oases-plan", str(written)]
     test_a_mistake_is_one_line(monkeypatch, capsys, argv, refused)
     assert not plan.layers[-1].mlp.recomputed
@@ -122,9 +122,9 @@ def test_degrees_and_plans_of_a_training_command(tmp_path, monkeypatch, capsys):
     "flags, said",
     [
         (("--oases-degrees", "2"), "--oases-degrees 2 names 1 layers, --num-layers is 2"),
-        (("--oases-degrees", "3,2"), "--oases-degrees 3,2: degree 3 does not divide tensor 2; legal are 1, 2"),
+        (("--oases-degrees", "3,2"), "--oases-degrees 3,2: layer 1 of 2, attention: degree 3 does not divide --tensor-model-parallel-size 2; legal here: 1, 2"),
         (("--oases-degrees=1x2", "--micro-batch-size", "3", "--global-batch-size", "3"), "sub-groups, among which"),
-        (("--oases-degrees", "2x2", "--oases-plan", "p.json"), "--oases-plan p.json and --oases-degrees 2x2"),
+        (("--oases-degrees", "2x2", "--oases-plan", "p.json"), "p.json cannot be read"),
         (("--oases-plan", "/no/such/p.json"), "/no/such/p.json cannot be read"),
     ],
 )

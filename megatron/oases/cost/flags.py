@@ -115,6 +115,10 @@ def workload_of(args: Namespace, config: OasesConfig, *, on_cpu: bool) -> Worklo
     """
     _check(args, config)
     recompute, recompute_layers = _recomputation(args)
+    recomputed = None
+    if config.plan is not None:
+        recomputed = tuple(block.recomputed for block in config.plan.blocks)
+        recompute, recompute_layers = "full" if all(recomputed) else "none", 0
     return Workload(
         model=ModelShape.from_args(args),
         tensor=args.tensor_model_parallel_size,
@@ -124,6 +128,8 @@ def workload_of(args: Namespace, config: OasesConfig, *, on_cpu: bool) -> Worklo
         micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
         recompute=recompute,
         recompute_layers=recompute_layers,
+        degrees=tuple(degree for layer in config.degrees or () for degree in layer),
+        recomputed=recomputed,
         sub_batches=config.sub_batches,
         sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
         distributed_optimizer=args.use_distributed_optimizer,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 from megatron.oases.arguments import OasesConfig, choose_device
 from megatron.oases.available import Available
-from megatron.oases.cost.block_flags import BlockFlags
 from megatron.oases.cost.iteration import Simulator
 from megatron.oases.cost.result import Prediction
 from megatron.oases.cost.sources import CostSource
@@ -47,8 +46,7 @@ def predict(
     """The predictions, by system.
 
     Args:
-        flags: of pretrain_gpt.py, without those that a system adds. Vanilla Megatron with degrees, or with a plan made
-            for it, is Megatron's own order of these blocks.
+        flags: of pretrain_gpt.py, without those that a system adds.
         systems: names, see `system_flags`.
         source: of the costs.
         parser: brought up before.
@@ -63,9 +61,10 @@ def predict(
 
     predictions, announced = {}, set()
     for name in systems:
-        blocks = BlockFlags.split([*flags, *system_flags(name)])
-        args, config = parser.parse(blocks.others, available=source.available, world_size=world_size)
-        workload = blocks.applied_to(workload_of(args, config, on_cpu=source.on_cpu))
+        args, config = parser.parse(
+            [*flags, *system_flags(name)], available=source.available, world_size=world_size
+        )
+        workload = workload_of(args, config, on_cpu=source.on_cpu)
         system = system_of(config, host_sees_completion=source.on_cpu)
         cost = source.cost(workload, args, system)
         predictions[name] = Simulator(cost).predict(workload, system, record=record)

@@ -47,6 +47,8 @@ def initialize(flags: Sequence[str], device: str) -> tuple[Namespace, OasesConfi
 def _check(args: Namespace, config: OasesConfig) -> None:
     if config.split == "sequence":
         raise UsageError("--oases-split sequence: the profiler measures sub-batches of whole samples; leave it out")
+    if config.degrees is not None:
+        raise UsageError(f"{config.degrees_flag}: the profiler measures every degree by itself; leave it out")
     for name in ("use_tp_pp_dp_mapping", "optimizer_cpu_offload"):
         if getattr(args, name, False):
             raise UsageError(f"--{name.replace('_', '-')}: the profiler does not measure with it")

@@ -71,17 +71,22 @@ def legal_degrees(tensor: int, *, micro_batch: int, sub_batches: int) -> tuple[i
     return tuple(degree for degree in divisors if not any(size % (tensor // degree) for size in sizes))
 
 
-def refusal(degree: int, tensor: int, *, micro_batch: int, sub_batches: int) -> str | None:
-    """Why a block cannot have that degree, if it cannot. Arguments are those of `legal_degrees`."""
-    legal = legal_degrees(tensor, micro_batch=micro_batch, sub_batches=sub_batches)
-    if degree in legal:
+def refusal(
+    degree: int, tensor: int, *, micro_batch: int, sub_batches: int, flag: str = "--micro-batch-size"
+) -> str | None:
+    """Why a block cannot have that degree, if it cannot.
+
+    Args:
+        degree: the block's.
+        tensor, micro_batch, sub_batches: see `legal_degrees`.
+        flag: that says `micro_batch`.
+    """
+    if degree in legal_degrees(tensor, micro_batch=micro_batch, sub_batches=sub_batches):
         return None
     if degree < 1 or tensor % degree:
-        reason = f"does not divide tensor {tensor}"
-    else:
-        sizes = " + ".join(map(str, sub_batch_sizes(micro_batch, sub_batches)))
-        reason = (
-            f"makes {tensor} / {degree} = {tensor // degree} sub-groups, among which micro_batch {micro_batch} in "
-            f"{sub_batches} sub_batches of {sizes} samples cannot be divided"
-        )
-    return f"{reason}; legal are {', '.join(map(str, legal))}"
+        return f"does not divide --tensor-model-parallel-size {tensor}"
+    sizes = " + ".join(map(str, sub_batch_sizes(micro_batch, sub_batches)))
+    return (
+        f"makes {tensor} / {degree} = {tensor // degree} sub-groups, among which {flag} {micro_batch} in sub-batches of "
+        f"{sizes} samples cannot be divided"
+    )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron.oases.cost.records import from_json, read_json_object, to_json, write_json_object
 from megatron.oases.cost.workload import ModelShape
-from megatron.oases.plan.degrees import LayerDegrees, format_degrees, refusal
+from megatron.oases.plan.degrees import LayerDegrees, format_degrees, legal_degrees, refusal
 
 VERSION = 1
 
@@ -107,8 +107,10 @@ class Plan:
             raise ValueError(f"layers are {len(self.layers)}, which pipeline {self.pipeline} does not divide")
         for number, layer in enumerate(self.layers):
             for name, degree in layer.degrees._asdict().items():
-                if error := refusal(degree, self.tensor, micro_batch=self.micro_batch, sub_batches=self.sub_batches):
-                    raise ValueError(f"layers[{number}]: {name}: degree {degree} {error}")
+                sizes = {"micro_batch": self.micro_batch, "sub_batches": self.sub_batches}
+                if error := refusal(degree, self.tensor, **sizes):
+                    legal = ", ".join(map(str, legal_degrees(self.tensor, **sizes)))
+                    raise ValueError(f"layers[{number}]: {name}: degree {degree} {error}; legal here: {legal}")
 
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:

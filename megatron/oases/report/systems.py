@@ -10,7 +10,7 @@ from megatron.oases.errors import UsageError
 
 # A system is what it adds to the flags that all of them share.
 SYSTEMS: dict[str, tuple[str, ...]] = {
-    "megatron": (),
+    "megatron": ("--oases-schedule", "vanilla"),
     "oases": ("--oases-schedule", "oases"),
 }
 

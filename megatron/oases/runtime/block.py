@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.oases.runtime.cell import Cell, Graph, Inputs
 from megatron.oases.runtime.chunks import ChunkedAttention
+from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.linear import BiasGradient, LinearScheduling, accumulate
 from megatron.oases.runtime.rng import RngStates
 from megatron.oases.schedule import Part
@@ -26,6 +27,7 @@ class CutPart:
         norm: [s, b, h] → [s, b, h].
         core: (normed, inputs) → (this rank's output [s, b, ...], bias or None).
         linears: scheduling shared with the part's parallel linears.
+        collectives: those of the ranks that share the part.
         chunked_attention: the core's attention, where sub-batches along the sequence go through it.
     """
 
@@ -39,11 +41,13 @@ class CutPart:
         norm: Callable[[Tensor], Tensor],
         core: Callable[[Tensor, Inputs], tuple[Tensor, Tensor | None]],
         linears: LinearScheduling,
+        collectives: Collectives,
         chunked_attention: ChunkedAttention | None = None,
     ):
         self._norm = norm
         self._core = core
         self._linears = linears
+        self.collectives = collectives
         self.chunked_attention = chunked_attention
 
     def norm(self, cell: Cell) -> Tensor:
@@ -68,11 +72,17 @@ class CutPart:
         core_input_gradient, graph.core_input, graph.partial = graph.core_input.grad, None, None
         return core_input_gradient
 
-    def wgrad(self, cell: Cell, *, is_last: bool) -> None:
+    def wgrad(self, cell: Cell, core_input: Tensor | None, *, is_last: bool) -> None:
         """WGRAD: adds the gradients of the column-parallel linear, and frees what they needed.
 
-        `is_last`: whether the other sub-batches have added theirs.
+        Args:
+            core_input: the norm's output, if it was gathered once more.
+            is_last: whether the other sub-batches have added theirs.
         """
+        if core_input is not None:
+            for gradient in cell.deferred:
+                if not gradient.row_parallel:
+                    gradient.input = core_input
         _accumulate(cell, row_parallel=False, is_last=is_last)
 
     def norm_grad(self, cell: Cell, reduced: Tensor) -> Tensor:
@@ -172,12 +182,25 @@ class Block(CutPart):
         cell.x = None
         return normed
 
-    def recompute(self, cell: Cell, core_input: Tensor) -> None:
-        """The rest of RECOMPUTE: the core's graph again."""
+    def recompute(self, cell: Cell, core_input: Tensor) -> Tensor:
+        """The rest of RECOMPUTE: the core's graph again, and this rank's output, which may be without meaning."""
         leave_out = not self._recomputes_row_parallel
         with _replayed(cell.core_rng):
-            self._run_core(cell, core_input, keep_graph=True, leave_out_row_parallel=leave_out)
+            partial = self._run_core(cell, core_input, keep_graph=True, leave_out_row_parallel=leave_out)
         cell.core_rng = None
+        return partial
+
+    def rejoin(self, cell: Cell, reduced: Tensor) -> Tensor:
+        """REJOIN: the next part's x once more, from the reduced output."""
+        x = cell.graph.x.detach()
+        residual = x.float() if self._fp32_residual else x
+        if cell.join_rng is None:
+            with torch.no_grad():
+                return self._bias_dropout_add((reduced, cell.bias), residual)
+        with _replayed(cell.join_rng):
+            x_next, cell.join_graph = self._join_with_graph(reduced, cell.bias, residual)
+        cell.join_rng = None
+        return x_next
 
     def join_grad(self, cell: Cell, gradient: Tensor) -> Tensor:
         """JOIN_GRAD: through residual, dropout and bias. Needs the dropout mask, but no values."""

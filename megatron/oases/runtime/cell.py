@@ -35,6 +35,7 @@ class Cell:
 
     inputs: Inputs
     keep_graph: bool = False
+    keep_x: bool = False  # whether x outlives the forward pass; else it is recomputed, if a backward pass follows
     outgoing: dict[Kind, Tensor] = field(default_factory=dict)  # for each collective to start: what it is to work on
     in_flight: dict[Kind, InFlight] = field(default_factory=dict)
     x: Tensor | None = None

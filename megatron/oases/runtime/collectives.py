@@ -1,9 +1,10 @@
-"""Asynchronous collectives of one tensor-parallel group.
+"""Asynchronous collectives of one process group.
 
 The handle owns its tensor while the collective is in flight: nobody else may hold a gradient that is being reduced.
 With NCCL `wait` makes the current stream wait and returns at once; with gloo it blocks the host.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,29 +15,30 @@ import torch.distributed as dist
 class InFlight:
     """A collective that was started. `work` is None where there was nothing to do.
 
-    `source` is what the collective reads: it must stay alive until the end.
+    `source` is what the collective reads: it must stay alive until the end. `arrange` puts what it brought into shape.
     """
 
     tensor: torch.Tensor
     work: dist.Work | None
     source: torch.Tensor | None = None
+    arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def is_completed(self) -> bool:
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Returns the reduced tensor, valid for what is issued next on the current stream."""
+        """Returns what the collective brought, valid for what is issued next on the current stream."""
         if self.work is not None:
             self.work.wait()
         self.source = None
-        return self.tensor
+        return self.tensor if self.arrange is None else self.arrange(self.tensor)
 
 
 class Collectives:
     """Starts the collectives of a schedule, in the order in which they are asked for.
 
     Args:
-        group: the tensor-parallel process group.
+        group: the tensor-parallel process group, or one inside it.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -69,3 +71,14 @@ class Collectives:
         part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         work = dist.reduce_scatter_tensor(part, tensor, group=self._group, async_op=True)
         return InFlight(part, work, source=tensor)
+
+    def all_to_all(self, tensor: torch.Tensor, *, send: Sequence[int], receive: Sequence[int]) -> InFlight:
+        """Starts sending `tensor` [sum of `send`] to the ranks of the group, in pieces of these lengths.
+
+        `receive` are the lengths of what comes from them, which is put one behind the other.
+        """
+        received = tensor.new_empty(sum(receive))
+        work = dist.all_to_all_single(
+            received, tensor, list(receive), list(send), group=self._group, async_op=True
+        )
+        return InFlight(received, work, source=tensor)

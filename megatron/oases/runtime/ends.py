@@ -1,4 +1,4 @@
-"""The two ends of the chain: the embedding and the head, cut where their collectives are."""
+"""The ends of the chain: the embedding and the head, cut where their collectives are, and the end of a stage."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ class Embedding:
     def __init__(self, module: LanguageModelEmbedding, scheduling: EmbeddingScheduling, collectives: Collectives):
         self._module = module
         self._scheduling = scheduling
-        self._collectives = collectives
+        self.collectives = collectives
         self.scatters = module.reduce_scatter_embeddings
 
     def lookup(self, cell: Cell) -> Tensor:
@@ -68,7 +68,7 @@ class Embedding:
         if cells[0].words is not None:  # None where the word embeddings are frozen
             gradients = [cell.join_graph[0].grad for cell in cells]
             if self.scatters:
-                gathering = [self._collectives.all_gather(gradient.contiguous()) for gradient in gradients]
+                gathering = [self.collectives.all_gather(gradient.contiguous()) for gradient in gradients]
                 gradients = [in_flight.wait() for in_flight in gathering]
             torch.autograd.backward([cell.words for cell in cells], gradients)
         for cell in cells:
@@ -80,6 +80,14 @@ class Embedding:
             return function(*arguments)
         finally:
             self._scheduling.active, self._scheduling.answer = False, None
+
+
+class Exit:
+    """The end of a pipeline stage whose last block has sub-groups. All that it does is to bring x together."""
+
+    part = Part(Role.EXIT)
+    chunked_attention = None
+    communicates_inside = False
 
 
 class Head(CutPart):

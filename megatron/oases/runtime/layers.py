@@ -1,9 +1,12 @@
 """Cuts a GPT model into parts, and says which models can be cut."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -16,39 +19,45 @@ from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Inputs
 from megatron.oases.runtime.chunks import ChunkedAttention
 from megatron.oases.runtime.collectives import Collectives
-from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Head
+from megatron.oases.runtime.ends import Embedding, EmbeddingScheduling, Exit, Head
+from megatron.oases.runtime.groups import SubGroups
 from megatron.oases.runtime.linear import LinearScheduling
-from megatron.oases.schedule import Idea, Part, build_chain
+from megatron.oases.runtime.rng import add_sub_group_state
+from megatron.oases.schedule import Part, Role
 
 _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
 def cut(
-    model: GPTModel, collectives: Collectives, *, along_sequence: bool, without: frozenset[Idea]
-) -> list[Embedding | Block | Head]:
+    model: GPTModel, chain: Sequence[Part], groups: SubGroups, *, along_sequence: bool, recomputes_row_parallel: bool
+) -> list[Embedding | Block | Head | Exit]:
     """The parts of a GPT or of its pipeline stage. The model keeps its modules, parameters and names.
 
     Args:
-        model: the GPT or stage.
-        collectives: those of the tensor-parallel group.
+        model: the GPT or stage, with every half built at its own degree.
+        chain: what its parts are.
+        groups: of the blocks' degrees.
         along_sequence: whether sub-batches are cut along the sequence.
-        without: ideas of the schedule to leave out.
+        recomputes_row_parallel: whether recomputation runs row-parallel GEMMs too.
 
     Raises:
         UsageError: the model has something that a schedule cannot run.
     """
-    chain = _chain(model, keeps_last_layer=Idea.KEEP_LAST_LAYER not in without)
+    tensor = groups.collectives(1, groups.size)
     blocks = [part for part in chain if part.is_block]
-    parts: list[Embedding | Block | Head] = [_embedding(model, collectives)] if model.pre_process else []
+    parts: list[Embedding | Block | Head | Exit] = [_embedding(model, tensor)] if model.pre_process else []
     for layer, layer_parts in zip(model.decoder.layers, zip(blocks[::2], blocks[1::2], strict=True), strict=True):
         parts += _cut_layer(
             layer,
             layer_parts,
+            groups,
             along_sequence=along_sequence,
-            recomputes_row_parallel=Idea.RECOMPUTE_WITHOUT_GEMM in without,
+            recomputes_row_parallel=recomputes_row_parallel,
         )
     if model.post_process:
-        parts.append(_head(model))
+        parts.append(_head(model, tensor))
+    elif chain[-1].role is Role.EXIT:
+        parts.append(Exit())
     return parts
 
 
@@ -58,7 +67,7 @@ def _embedding(model: GPTModel, collectives: Collectives) -> Embedding:
     return Embedding(model.embedding, scheduling, collectives)
 
 
-def _head(model: GPTModel) -> Head:
+def _head(model: GPTModel, collectives: Collectives) -> Head:
     scheduling = LinearScheduling()
     model.output_layer.oases_scheduling = scheduling
 
@@ -67,18 +76,27 @@ def _head(model: GPTModel) -> Head:
         return model._scale_logits(model.output_layer(normed, weight=weight)[0]), None
 
     return Head(
-        norm=model.decoder.final_layernorm, core=logits, linears=scheduling, loss=model.compute_language_model_loss
+        norm=model.decoder.final_layernorm,
+        core=logits,
+        linears=scheduling,
+        collectives=collectives,
+        loss=model.compute_language_model_loss,
     )
 
 
 def _cut_layer(
-    layer: TransformerLayer, parts: tuple[Part, Part], *, along_sequence: bool, recomputes_row_parallel: bool
+    layer: TransformerLayer,
+    parts: tuple[Part, Part],
+    groups: SubGroups,
+    *,
+    along_sequence: bool,
+    recomputes_row_parallel: bool,
 ) -> tuple[Block, Block]:
     """The layer's attention block and MLP block."""
-    _check(layer)
     config = layer.config
     attention = _block(
         layer,
+        groups,
         part=parts[0],
         norm=layer.input_layernorm,
         core=partial(_attention, layer),
@@ -87,11 +105,12 @@ def _cut_layer(
         linears=(layer.self_attention.linear_qkv, layer.self_attention.linear_proj),
         draws_random=config.attention_dropout > 0,
         # With fewer query groups than ranks, Megatron all-gathers the queries of a group inside the attention.
-        communicates_inside=config.num_query_groups < layer.tp_group.size(),
+        communicates_inside=config.num_query_groups * parts[0].sub_groups < groups.size,
         recomputes_row_parallel=recomputes_row_parallel,
     )
     mlp = _block(
         layer,
+        groups,
         part=parts[1],
         norm=layer.pre_mlp_layernorm,
         core=lambda normed, _: layer.mlp(normed),
@@ -104,34 +123,21 @@ def _cut_layer(
     return attention, mlp
 
 
-def _chain(model: GPTModel, *, keeps_last_layer: bool) -> tuple[Part, ...]:
-    """Which blocks Megatron's flags ask to recompute."""
-    config, layers = model.config, len(model.decoder.layers)
-    match config.recompute_granularity:
-        case None | "selective":
-            recomputed = 0
-        case "full":
-            recomputed = layers if config.recompute_method == "uniform" else min(config.recompute_num_layers, layers)
-        case other:
-            raise UsageError(f"--recompute-granularity {other}: the oases schedule knows full and selective")
-    return build_chain(
-        layers=layers,
-        recomputed_layers=recomputed,
-        recomputes_mlps=config.recompute_granularity == "selective" and "mlp" in config.recompute_modules,
-        embedding=model.pre_process,
-        head=model.post_process,
-        keeps_last_layer=keeps_last_layer,
-    )
-
-
-def _block(layer: TransformerLayer, *, bias_dropout_add, linears, **block_arguments) -> Block:
+def _block(
+    layer: TransformerLayer, groups: SubGroups, *, part: Part, bias_dropout_add, linears, **block_arguments
+) -> Block:
     scheduling = LinearScheduling()
     for linear in linears:
         linear.oases_scheduling = scheduling
-    config = layer.config
+    config, degree = layer.config, groups.size // part.sub_groups
+    # With sequence parallelism every rank draws by itself.
+    draws_alike = part.sub_groups > 1 and layer.hidden_dropout > 0 and not config.sequence_parallel
+    rng = add_sub_group_state(degree, groups.rank // degree) if draws_alike else None
     return Block(
-        bias_dropout_add=partial(_bias_dropout_add, layer, bias_dropout_add),
+        part=part,
+        bias_dropout_add=partial(_bias_dropout_add, layer, bias_dropout_add, rng),
         linears=scheduling,
+        collectives=groups.collectives(1, degree),
         is_training=lambda: layer.training,
         hidden_dropout=layer.hidden_dropout,
         fp32_residual=config.fp32_residual_connection,
@@ -143,13 +149,23 @@ def _attention(layer: TransformerLayer, normed: Tensor, inputs: Inputs) -> tuple
     return layer.self_attention(normed, **{name: inputs[name] for name in _ATTENTION_INPUTS})
 
 
-def _bias_dropout_add(layer: TransformerLayer, module, partial_and_bias, residual: Tensor) -> Tensor:
-    return module(layer.training, layer.config.bias_dropout_fusion)(partial_and_bias, residual, layer.hidden_dropout)
+def _bias_dropout_add(
+    layer: TransformerLayer, module, rng: str | None, partial_and_bias, residual: Tensor
+) -> Tensor:
+    with _drawing_from(rng if layer.training else None):
+        function = module(layer.training, layer.config.bias_dropout_fusion)
+        return function(partial_and_bias, residual, layer.hidden_dropout)
 
 
-def _check(layer: TransformerLayer) -> None:
+def _drawing_from(rng: str | None) -> AbstractContextManager:
+    return nullcontext() if rng is None else get_cuda_rng_tracker().fork(rng)
+
+
+def check_layer(layer: TransformerLayer) -> None:
+    """Raises `UsageError` for a layer that cannot be cut."""
+
     def refuse(what: str, instead: str) -> None:
-        raise UsageError(f"--oases-schedule oases: layer {layer.layer_number} {what}; {instead}")
+        raise UsageError(f"--oases-schedule: layer {layer.layer_number} {what}; {instead}")
 
     if type(layer) is not TransformerLayer or not isinstance(layer.cross_attention, IdentityOp):
         refuse(f"is a {type(layer).__name__}, not a plain decoder layer", "use --oases-schedule vanilla")

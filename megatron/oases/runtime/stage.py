@@ -1,7 +1,8 @@
 """A GPT, or the pipeline stage of one, under a schedule: one autograd function around the whole chain."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from math import lcm
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -11,56 +12,82 @@ from torch.autograd.function import once_differentiable
 from megatron.oases.runtime.block import Block
 from megatron.oases.runtime.cell import Cell, Inputs, Tape
 from megatron.oases.runtime.chunks import Chunk, chunk_of_mask
-from megatron.oases.runtime.collectives import Collectives
-from megatron.oases.runtime.ends import Embedding, Head
+from megatron.oases.runtime.ends import Embedding, Exit, Head
 from megatron.oases.runtime.executor import Executor, Observer, unobserved
 from megatron.oases.runtime.interleaving import Interleaving
-from megatron.oases.schedule import Filler, Idea, Layout, Operation, Schedule, build_oases_schedule, validate
+from megatron.oases.runtime.redistribution import Redistribution
+from megatron.oases.schedule import (
+    Filler,
+    Idea,
+    Layout,
+    Operation,
+    Schedule,
+    build_megatron_schedule,
+    build_oases_schedule,
+    validate,
+)
+from megatron.oases.sizes import sub_batch_sizes
 
 
 class ScheduledStage:
-    """Runs a chain of parts under the oases schedule.
+    """Runs a chain of parts under the oases schedule, or in Megatron's order.
 
     Args:
         parts: the chain.
+        into: for the places whose number of sub-groups differs from that before them, what brings x there.
+        out_of: likewise, what brings its gradient back.
+        tensor_rank: this rank's number in the tensor-parallel group.
+        tensor_size: the number of its ranks.
         sub_batches: number of sub-batches of a micro-batch in training.
         along_sequence: whether they are cut along the sequence instead of the batch.
-        collectives: those of the tensor-parallel group.
         filler: what may fill waits.
         sequence_parallel: whether what lies between blocks is split along the sequence.
         micro_batches: tells, during training, how many micro-batches the present iteration has.
         last_apart: whether the last micro-batch's forward pass may not be interleaved.
         without: ideas of the schedule to leave out.
+        in_megatrons_order: whether the order is Megatron's, which repeats the collectives of what it recomputes.
         observer: stands around every operation that runs.
     """
 
     def __init__(
         self,
-        parts: Sequence[Embedding | Block | Head],
+        parts: Sequence[Embedding | Block | Head | Exit],
         *,
+        into: Mapping[int, Redistribution],
+        out_of: Mapping[int, Redistribution],
+        tensor_rank: int,
+        tensor_size: int,
         sub_batches: int,
         along_sequence: bool,
-        collectives: Collectives,
         filler: Filler,
         sequence_parallel: bool,
         micro_batches: Callable[[], int],
         last_apart: bool,
         without: frozenset[Idea],
+        in_megatrons_order: bool,
         observer: Observer = unobserved,
     ):
         self._without = without
+        self._in_megatrons_order = in_megatrons_order
+        self._tensor_rank, self._tensor_size = tensor_rank, tensor_size
         self._chain = tuple(part.part for part in parts)
         self._chunked = {place for place, part in enumerate(parts) if part.chunked_attention is not None}
         self._sub_batches = sub_batches
         self._along_sequence = along_sequence
         self._sequence_parallel = sequence_parallel
         self._executor = Executor(
-            parts, collectives, filler, sequence_parallel=sequence_parallel, observer=observer
+            parts,
+            into=into,
+            out_of=out_of,
+            filler=filler,
+            sequence_parallel=sequence_parallel,
+            repeats_collectives=in_megatrons_order,
+            observer=observer,
         )
         self._schedules: dict[int, Schedule] = {}
         self.schedule = self._schedule_for(sub_batches)
         has_both_ends = self.schedule.layout.has_embedding and self.schedule.layout.has_head
-        interleaves = has_both_ends and Idea.INTERLEAVE not in without
+        interleaves = has_both_ends and Idea.INTERLEAVE not in without and not in_megatrons_order
         self._interleaving = Interleaving(micro_batches if interleaves else lambda: 1, last_apart=last_apart)
 
     def __call__(self, *, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None) -> Tensor:
@@ -132,18 +159,19 @@ class ScheduledStage:
     def _tape(self, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None, *, keep: bool) -> Tape:
         dim = 0 if self._along_sequence else 1  # of [s, b, h]
         whole = hidden_states.shape[dim] if hidden_states is not None else inputs["tokens"].shape[1 - dim]
-        if keep and whole < self._sub_batches:
-            what = "positions" if self._along_sequence else "samples"
-            raise ValueError(f"a micro-batch of {whole} {what} cannot be cut into {self._sub_batches} sub-batches")
-        sub_batches = min(self._sub_batches, whole)  # evaluation may bring fewer samples
-        sizes = [len(part) for part in torch.arange(whole).tensor_split(sub_batches)]
+        sizes = self._sizes(whole, keep=keep)
         device = (hidden_states if hidden_states is not None else inputs["tokens"]).device
         cut = _cut_sequence(inputs, sizes, device) if self._along_sequence else _cut_batch(inputs, sizes)
+        layout = self._schedule_for(len(sizes)).layout
         cells = {}
         for place, part in enumerate(self._chain):
             chunks: list[Chunk] = []
-            for i in range(sub_batches):
-                cell = Cell(cut[i], keep_graph=keep and not part.recomputed)
+            for i in range(len(sizes)):
+                cell = Cell(
+                    _share(cut[i], self._tensor_rank * part.sub_groups // self._tensor_size, part.sub_groups),
+                    keep_graph=keep and not part.recomputed,
+                    keep_x=keep and not layout.is_recomputed_from_inside(place),
+                )
                 if place in self._chunked:
                     cell.chunk = Chunk(earlier=list(chunks))
                     chunks.append(cell.chunk)
@@ -153,6 +181,18 @@ class ScheduledStage:
             tape.xs = tape.cut(hidden_states)
         return tape
 
+    def _sizes(self, whole: int, *, keep: bool) -> list[int]:
+        """Of each sub-batch. Evaluation may bring fewer samples, and then has fewer sub-batches."""
+        what = "positions" if self._along_sequence else "samples"
+        if keep and whole < self._sub_batches:
+            raise ValueError(f"a micro-batch of {whole} {what} cannot be cut into {self._sub_batches} sub-batches")
+        sub_groups = lcm(*(part.sub_groups for part in self._chain))
+        for count in [self._sub_batches] if keep else range(min(self._sub_batches, whole), 0, -1):
+            sizes = sub_batch_sizes(whole, count)
+            if all(size % sub_groups == 0 for size in sizes):
+                return list(sizes)
+        raise ValueError(f"sub-batches of {' + '.join(map(str, sizes))} {what} cannot be shared by {sub_groups} sub-groups")
+
     def _schedule_for(self, sub_batches: int) -> Schedule:
         if sub_batches not in self._schedules:
             layout = Layout(
@@ -160,8 +200,13 @@ class ScheduledStage:
                 sub_batches=sub_batches,
                 along_sequence=self._along_sequence,
                 sequence_parallel=self._sequence_parallel,
+                recomputes_row_parallel=self._in_megatrons_order,
+                repeats_collectives=self._in_megatrons_order,
             )
-            schedule = build_oases_schedule(layout, without=self._without)
+            if self._in_megatrons_order:
+                schedule = build_megatron_schedule(layout)
+            else:
+                schedule = build_oases_schedule(layout, without=self._without)
             validate(schedule)
             self._schedules[sub_batches] = schedule
         return self._schedules[sub_batches]
@@ -193,6 +238,14 @@ def _cut_batch(inputs: Inputs, sizes: Sequence[int]) -> list[Inputs]:
             for part, piece in zip(cut, whole.split(list(sizes), dim=0), strict=True):
                 part[name] = piece
     return cut
+
+
+def _share(inputs: Inputs, sub_group: int, sub_groups: int) -> Inputs:
+    """A block's inputs for one of its sub-groups. Of what a block reads, only a mask [b, 1, s, s] has samples."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.shape[0] == 1 or sub_groups == 1:
+        return inputs
+    return {**inputs, "attention_mask": mask.chunk(sub_groups)[sub_group]}
 
 
 def _cut_sequence(inputs: Inputs, sizes: Sequence[int], device: torch.device) -> list[Inputs]:

@@ -73,6 +73,11 @@ class Layout:
         """How many sub-groups share what enters a part. Stages hand whole micro-batches on."""
         return self.chain[place - 1].sub_groups if place > 0 else 1
 
+    def is_recomputed_from_inside(self, place: int) -> bool:
+        """Whether a recomputed block's input is not kept but recomputed: of an MLP whose whole layer is recomputed."""
+        is_second = self.repeats_collectives and self.chain[place].role is Role.MLP
+        return is_second and self.chain[place].recomputed and self.chain[place - 1].recomputed
+
     def forward_kinds(self, place: int) -> tuple[Kind, ...]:
         """The operations of a part in the forward pass, in order, for each sub-batch."""
         enter = self._resharding(place, Kind.RESHARD, Kind.ENTER)
@@ -137,11 +142,6 @@ class Layout:
             source, target = target, source
         is_slice = target % source == 0 and not self.sequence_parallel
         return (waits,) if is_slice else (starts, waits)
-
-    def is_recomputed_from_inside(self, place: int) -> bool:
-        """Whether a recomputed block's input is not kept but recomputed: of an MLP whose whole layer is recomputed."""
-        is_second = self.repeats_collectives and self.chain[place].role is Role.MLP
-        return is_second and self.chain[place].recomputed and self.chain[place - 1].recomputed
 
     def forward_operations(self) -> set[Operation]:
         """All that the forward pass of one micro-batch consists of."""
