@@ -51,7 +51,16 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--nic-gbps",
         type=float,
-        help="emulate a cluster with a server a rank and NICs of this many Gbit/s (default: torchrun on this machine)",
+        help="emulate a cluster whose servers have NICs of this many Gbit/s (default: torchrun on this machine)",
+    )
+    parser.add_argument(
+        "--devices-per-server", type=int, metavar="N", help="ranks of an emulated server, which share its NIC (default 1)"
+    )
+    parser.add_argument(
+        "--intra-gbps", type=float, help="Gbit/s between an emulated server's devices (default: not limited)"
+    )
+    parser.add_argument(
+        "--device-speed", type=float, help="cores that an emulated device may use, such as 0.4 (default: not limited)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each system, in alternation (default 3)")
     parser.add_argument(
@@ -82,8 +91,7 @@ def _check(arguments: argparse.Namespace) -> None:
         system_flags(system)
     if len(set(arguments.systems)) != len(arguments.systems):
         raise UsageError(f"--systems {' '.join(arguments.systems)} names a system twice")
-    if arguments.nic_gbps is not None:
-        check_bandwidth("--nic-gbps", arguments.nic_gbps)
+    _check_emulation(arguments)
     if arguments.rounds < 1:
         raise UsageError(f"--rounds {arguments.rounds} must be at least 1")
     measured = arguments.iterations - WARM_UP_ITERATIONS
@@ -94,6 +102,21 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise UsageError(f"--json {arguments.json}: there is no folder {arguments.json.absolute().parent}")
+
+
+def _check_emulation(arguments: argparse.Namespace) -> None:
+    for name in ("devices_per_server", "intra_gbps", "device_speed"):
+        value = getattr(arguments, name)
+        if value is None:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if arguments.nic_gbps is None:
+            raise UsageError(f"{flag} {value} is of an emulated cluster: add --nic-gbps G")
+        if not value > 0:
+            raise UsageError(f"{flag} {value} must be above 0")
+    for name in ("nic_gbps", "intra_gbps"):
+        if (gbps := getattr(arguments, name)) is not None:
+            check_bandwidth("--" + name.replace("_", "-"), gbps)
 
 
 def compare(arguments: argparse.Namespace, flags: Sequence[str], launcher: Launcher, console: Console) -> Comparison:
@@ -124,7 +147,14 @@ def main() -> int:
         arguments, flags = parse_arguments(sys.argv[1:])
         cores = len(os.sched_getaffinity(0))
         ranks = world_size(flags)
-    launcher = Launcher(ranks=ranks, nic_gbps=arguments.nic_gbps, threads_per_rank=max(1, cores // ranks))
+        launcher = Launcher(
+            ranks=ranks,
+            nic_gbps=arguments.nic_gbps,
+            threads_per_rank=max(1, cores // ranks),
+            devices_per_server=arguments.devices_per_server or 1,
+            intra_gbps=arguments.intra_gbps,
+            device_speed=arguments.device_speed,
+        )
     try:
         comparison = compare(arguments, flags, launcher, Console(stderr=True))
     except RunFailed as error:

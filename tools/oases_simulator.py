@@ -204,7 +204,15 @@ def run_validation(arguments: Namespace) -> None:
             progress.start(case.name)
             launcher, path = case.launcher(cores), case.profile_path(folder)
             if not path.exists():
-                take_profile(case, launcher, path, progress.line)
+                # All ranks are one tensor-parallel group here, and no other degree is predicted.
+                take_profile(
+                    case.name,
+                    case.workload.flags(1),
+                    launcher,
+                    path,
+                    degrees=[launcher.ranks],
+                    on_line=progress.line,
+                )
             measured_ms = measure(
                 case, launcher, arguments.systems, rounds=rounds, iterations=iterations, on_line=progress.line
             )

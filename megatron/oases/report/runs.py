@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron.oases.errors import UsageError
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 _LAST_LINES = 40
 _USER_ERROR = "error: "  # how errors.exit_on_usage_error begins its line
@@ -46,18 +48,41 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Starts one process per rank: on an emulated cluster, a server a rank, or with torchrun."""
+    """Starts one process per rank: on an emulated cluster, or with torchrun.
+
+    Args:
+        ranks: number of them.
+        nic_gbps: of the emulated servers, Gbit/s; None: torchrun on this machine.
+        threads_per_rank: that compute.
+        devices_per_server: ranks of an emulated server.
+        intra_gbps: Gbit/s between devices of an emulated server; None: not limited.
+        device_speed: cores that an emulated device's computing may use; None: not limited.
+    """
 
     ranks: int
     nic_gbps: float | None
     threads_per_rank: int
+    devices_per_server: int = 1
+    intra_gbps: float | None = None
+    device_speed: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks % self.devices_per_server:
+            raise UsageError(f"--devices-per-server {self.devices_per_server} does not divide {self.ranks} ranks")
 
     def command(self, script_and_flags: Sequence[str]) -> list[str]:
         if self.nic_gbps is None:
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
             return [sys.executable, *torchrun, *script_and_flags]
-        emulate = [str(REPOSITORY / "tools" / "emulate_cluster.py"), "--servers", str(self.ranks)]
-        emulate += ["--devices-per-server", "1", "--nic-gbps", str(self.nic_gbps)]
+        flags = {
+            "--servers": self.ranks // self.devices_per_server,
+            "--devices-per-server": self.devices_per_server,
+            "--nic-gbps": self.nic_gbps,
+            "--intra-gbps": self.intra_gbps,
+            "--device-speed": self.device_speed,
+        }
+        emulate = [str(REPOSITORY / "tools" / "emulate_cluster.py")]
+        emulate += [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
         return [sys.executable, *emulate, "--", sys.executable, *script_and_flags]
 
     @property

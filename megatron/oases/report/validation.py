@@ -138,12 +138,27 @@ class Validation:
         }
 
 
-def take_profile(case: Case, launcher: Launcher, path: Path, on_line: Callable[[str], None]) -> None:
-    """Runs the profiler on the case's cluster. Raises `RunFailed`."""
-    # All ranks are one tensor-parallel group here, and no other degree is predicted.
-    degree = str(launcher.ranks)
-    tool = [str(REPOSITORY / "tools" / "oases_profiler.py"), "--output", str(path), "--degrees", degree]
-    tool += ["--", *case.workload.flags(1)]
+def take_profile(
+    name: str,
+    flags: Sequence[str],
+    launcher: Launcher,
+    path: Path,
+    *,
+    degrees: Sequence[int],
+    on_line: Callable[[str], None],
+) -> None:
+    """Runs the profiler on the launcher's cluster. Raises `RunFailed`.
+
+    Args:
+        name: for messages.
+        flags: the training command's.
+        launcher: its cluster.
+        path: of the profile.
+        degrees: that are measured.
+        on_line: is given what the profiler prints.
+    """
+    tool = [str(REPOSITORY / "tools" / "oases_profiler.py"), "--output", str(path)]
+    tool += ["--degrees", *map(str, degrees), "--", *flags]
     process = subprocess.run(
         launcher.command(tool),
         env=launcher.environment,
@@ -158,7 +173,7 @@ def take_profile(case: Case, launcher: Launcher, path: Path, on_line: Callable[[
         on_line(line)
     if process.returncode:
         code = process.returncode if process.returncode > 0 else 128 - process.returncode
-        message = f"the profiler for {case.name} ended with exit code {code}"
+        message = f"the profiler for {name} ended with exit code {code}"
         raise RunFailed(message, last_lines=lines[-_LAST_LINES:], exit_code=code)
 
 
