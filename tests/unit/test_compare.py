@@ -152,6 +152,17 @@ def test_each_rank_is_a_server_of_the_emulated_cluster():
     assert command[command.index("--") :] == ["--", sys.executable, "pretrain_gpt.py", "--flag"]
 
 
+def test_servers_of_several_devices():
+    launcher = Launcher(
+        ranks=4, nic_gbps=0.5, threads_per_rank=1, devices_per_server=2, intra_gbps=8.0, device_speed=0.4
+    )
+    command = launcher.command(["pretrain_gpt.py"])
+    flags = command[2 : command.index("--")]
+    assert dict(zip(flags[::2], flags[1::2], strict=True)) == {
+        "--servers": "2", "--devices-per-server": "2", "--nic-gbps": "0.5", "--intra-gbps": "8.0", "--device-speed": "0.4"
+    }  # fmt: skip
+
+
 def test_without_a_nic_it_is_torchrun():
     command = Launcher(ranks=4, nic_gbps=None, threads_per_rank=1).command(["pretrain_gpt.py", "--flag"])
     assert command[1:] == [
@@ -165,6 +176,10 @@ def test_without_a_nic_it_is_torchrun():
         (["--systems", "megatron", "nonsense"], "nonsense"),
         (["--systems", "oases", "oases"], "twice"),
         (["--nic-gbps", "0"], "--nic-gbps 0"),
+        (["--device-speed", "0.5"], "--device-speed 0.5 is of an emulated cluster: add --nic-gbps"),
+        (["--nic-gbps", "1", "--devices-per-server", "0"], "--devices-per-server 0 must be above 0"),
+        (["--nic-gbps", "1", "--devices-per-server", "3"], "--devices-per-server 3 does not divide 2 ranks"),
+        (["--nic-gbps", "1", "--intra-gbps", "nan"], "--intra-gbps"),
         (["--rounds", "0"], "--rounds 0"),
         (["--iterations", "2"], "--iterations 2 - 2 of warm-up = 0"),
         (["--recompute", "half"], "--recompute"),
