@@ -70,10 +70,10 @@ def parse_arguments(argv: Sequence[str]) -> Namespace:
 
 
 def measure(workload: PlanWorkload, arguments: Namespace, parser: FlagParser) -> PlanValidation:
-    launcher, name = workload.launcher, workload.name.replace(", ", "-")
-    folder = arguments.folder / f"plans-{name}"
+    launcher, console = workload.launcher, Console(stderr=True)
+    folder = arguments.folder / f"plans-{workload.name.replace(' ', '-')}"
     folder.mkdir(parents=True, exist_ok=True)
-    profile, console = folder / "profile.json", Console(stderr=True)
+    profile = arguments.folder / workload.profile_name
     if not profile.exists():
         with runs_progress(console, total=1) as progress:
             progress.start(f"profile of {workload.name}")

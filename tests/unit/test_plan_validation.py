@@ -38,12 +38,12 @@ def _degrees(contender):
 
 def test_the_choice_every_degree_and_three_plans_drawn_at_random(found):
     competing = found()
-    names = [each.name for each in competing]
-    assert names == ["chosen", "all 1", "all 2", "all 4", "random 1", "random 2", "random 3"]
-    for degree, contender in zip((1, 2, 4), competing[1:4], strict=True):
-        assert set(_degrees(contender)) == {degree}
+    by_name = {each.name: each for each in competing}
+    assert [name for name in by_name if "all" not in name] == ["chosen", "random 1", "random 2", "random 3"]
+    for degree in (1, 2, 4):  # the choice may be one of them
+        assert set(_degrees(by_name.get(f"all {degree}", by_name["chosen"]))) == {degree}
     assert competing[0].predicted_ms == min(each.predicted_ms for each in competing)
-    drawn = [each.plan.layers for each in competing[4:]]
+    drawn = [each.plan.layers for each in competing if each.name.startswith("random")]
     assert len(set(drawn)) == 3
     assert any(len({block.degree for layer in layers for block in (layer.attention, layer.mlp)}) > 1 for layers in drawn)
     for each in competing:
@@ -77,5 +77,5 @@ def test_what_is_said_of_them(found):
     assert validation.chosen_over_best == pytest.approx(120 / 100)
     said = json.loads(json.dumps(validation.to_json()))
     assert said["plans"]["chosen"]["rounds_ms"] == [120, 120]
-    assert said["plans"]["all 1"]["measured_ms"] == 100
+    assert said["plans"][competing[1].name]["measured_ms"] == 100
     assert "1.200 times" in plan_validation_table(validation).caption

@@ -45,6 +45,12 @@ class PlanWorkload:
         return None if self.memory_gib is None else round(self.memory_gib * GIB)
 
     @property
+    def profile_name(self) -> str:
+        """Of a file. Workloads that differ in memory only share a profile."""
+        changes = self.changes.replace("--", "").replace(" ", "-")
+        return f"plans-{'-'.join(filter(None, (changes, f'{self.nic_gbps:g}gbps')))}.json"
+
+    @property
     def launcher(self) -> Launcher:
         # On two cores 0.4 leaves gloo's threads a fifth of the machine.
         return Launcher(
@@ -55,7 +61,7 @@ class PlanWorkload:
 PLAN_WORKLOADS = (
     PlanWorkload(name="reference", nic_gbps=0.5, changes=""),
     PlanWorkload(
-        name="narrow, long",
+        name="narrow and long",
         nic_gbps=0.25,
         changes="--hidden-size 256 --seq-length 512 --max-position-embeddings 512",
     ),
@@ -118,7 +124,7 @@ class PlanValidation:
 
 
 def contenders(workload: PlanWorkload, source: CostSource, parser: FlagParser, folder: Path) -> list[Contender]:
-    """The planner's choice first, then the best uniform plan of every degree, then plans drawn at random.
+    """The planner's choice first, then the best uniform plan of every other degree, then plans drawn at random.
 
     Their files are written to the folder. All fit the workload's memory.
     """
@@ -127,7 +133,9 @@ def contenders(workload: PlanWorkload, source: CostSource, parser: FlagParser, f
     found = planning.best(world_size=RANKS)
     chosen = planning.plan_of(found[0])
     plans = {"chosen": chosen} | {
-        f"all {degree}": planning.plan_of(candidate) for degree, candidate in _uniform(found)
+        f"all {degree}": planning.plan_of(candidate)
+        for degree, candidate in _uniform(found)
+        if candidate.workload != found[0].workload
     }
     predicted = {name: plan.predicted.iteration_ms for name, plan in plans.items()}
     drawn = 0
