@@ -39,13 +39,15 @@ def pretrain_gpt(device: str) -> None:
 
     from megatron.oases import gpt
     from megatron.oases.parsing import megatron_refusals, parse
-    from oases_patches import optimizer_distrib_optimizer, torch_norm
+    from oases_patches import optimizer_distrib_optimizer, torch_norm, training_checkpointing
 
     if USING_PYTORCH_OPTIMIZER:
         optimizer_distrib_optimizer.apply()
     args, config = parse(device)
     if args.sequence_parallel:
         torch_norm.apply()
+    if args.load is not None or args.pretrained_checkpoint is not None:
+        training_checkpointing.apply()
     with megatron_refusals():
         container = pretrain_cfg_container_from_args(args, gpt.model_config(args, config))
     with reported(args, config):

@@ -49,13 +49,6 @@ def _check_recomputation(args: Namespace, config: OasesConfig) -> None:
 
 def _check_features(args: Namespace, config: OasesConfig) -> None:
     """Only where a degree is not T."""
-    for flag, value in (
-        ("--save", args.save),
-        ("--load", args.load),
-        ("--pretrained-checkpoint", args.pretrained_checkpoint),
-    ):
-        if value is not None:
-            raise UsageError(f"{flag} {value}: {config.degrees_flag} does not run with checkpoints yet")
     if config.split == "sequence":
         raise UsageError(
             f"--oases-split sequence: {config.degrees_flag} divides samples among sub-groups; use --oases-split batch"

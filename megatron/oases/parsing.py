@@ -15,9 +15,11 @@ from typing import NoReturn
 
 from megatron.oases.arguments import OasesConfig, add_oases_arguments, given_flags
 from megatron.oases.available import Available, choose_defaults, refuse_impossible
+from megatron.oases.cost.records import to_json
 from megatron.oases.degrees_support import check_block_flags
 from megatron.oases.errors import UsageError
 from megatron.oases.inputs import check_inputs
+from megatron.oases.plan import LayerDegrees, format_degrees
 from megatron.oases.sizes import check_shards, check_sizes
 from megatron.oases.support import check_only, check_schedule, check_script
 
@@ -84,6 +86,7 @@ def parse(
     check_schedule(args, config)
     check_shards(args)
     check_block_flags(args, config)
+    _note_in_checkpoints(args, config)
     if changed and args.rank == 0:
         where = "on the CPU" if device == "cpu" else "without all of Transformer Engine and apex"
         print(f"oases: {where}, so by default {' '.join(changed)}", flush=True)
@@ -96,6 +99,13 @@ def parse(
             flush=True,
         )
     return args, config
+
+
+def _note_in_checkpoints(args: Namespace, config: OasesConfig) -> None:
+    """Megatron writes its arguments into every checkpoint; what blocks had which degree goes with them."""
+    tensor = args.tensor_model_parallel_size
+    args.oases_layer_degrees = format_degrees(config.degrees or [LayerDegrees(tensor, tensor)] * args.num_layers)
+    args.oases_plan_content = None if config.plan is None else to_json(config.plan)
 
 
 def _mend_help(parser: ArgumentParser) -> None:

@@ -27,6 +27,12 @@ MODELS: dict[str, tuple[list[str], Callable[[Path], list[str]]]] = {
         ],
         write_sentencepiece_corpus,
     ),
+    "blocks of their own degrees": (
+        [
+            "--tensor-model-parallel-size", "2", "--oases-schedule", "vanilla", "--oases-degrees", "2/1,1",
+        ],
+        lambda folder: MOCK_DATA,
+    ),
     "data parallel in fp16": (
         [
             "--fp16", "--initial-loss-scale", "65536", "--use-distributed-optimizer",

@@ -66,8 +66,6 @@ def test_what_can_run_passes(schedule):
             "--micro-batch-size 6 --global-batch-size 6 --group-query-attention --num-query-groups 3",
             "layer 2 of 2, attention: degree 2 and --num-query-groups 3: neither divides the other; legal here: 1, 3, 6",
         ),
-        ("--oases-degrees 4,2 --save there", "--save there: --oases-degrees 4,2 does not run with checkpoints yet"),
-        ("--oases-degrees 4,2 --load there", "--load there: --oases-degrees 4,2 does not run with checkpoints yet"),
         ("--oases-degrees 4,2 --oases-schedule oases --oases-split sequence", "--oases-split sequence: --oases-degrees 4,2 divides"),
         ("--oases-degrees 4,2 --oases-only compute --oases-report r.json", "--oases-only compute knows one tensor-parallel group"),
         ("--oases-degrees 4,2 --softmax-type learnable", "--softmax-type learnable: --oases-degrees 4,2"),

@@ -9,6 +9,7 @@ def _signatures():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import layers, mappings, random
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.training import checkpointing
 
     forward_impl = "(self, input, weight, *args, **kwargs)"
     return {
@@ -24,6 +25,8 @@ def _signatures():
         GPTModel._preprocess: "(self, input_ids, position_ids, decoder_input, inference_context, packed_seq_params, "
         "padding_mask)",
         WrappedTorchNorm.__new__: "(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)",
+        checkpointing._load_base_checkpoint: "(load_dir, args, rank0, sharded_state_dict, checkpointing_context, dp_cp_group, "
+        "expt_dp_group, gpt_compat_layer_maps)",
         random._get_all_rng_states: "()",
         random._set_all_rng_states: "(cpu_rng_state, cuda_rng_state, cuda_rng_state_tracker)",
     }

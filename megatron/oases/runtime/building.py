@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.oases.plan import LayerDegrees
+from megatron.oases.runtime.checkpoints import shard_as_tensor_parallel
 from megatron.oases.runtime.groups import SubGroups
 
 
@@ -28,10 +29,12 @@ def rebuild(layer: TransformerLayer, degrees: LayerDegrees, groups: SubGroups) -
         settings = _settings(layer, degrees.attention, groups)
         attention = build_module(submodules.self_attention, layer_number=layer.layer_number, **settings)
         _fill(attention, layer.self_attention, degrees.attention, groups)
+        shard_as_tensor_parallel(attention, degrees.attention, groups)
         layer.self_attention = attention
     if degrees.mlp != groups.size:
         mlp = submodules.mlp(is_mtp_layer=False, **_settings(layer, degrees.mlp, groups))
         _fill(mlp, layer.mlp, degrees.mlp, groups)
+        shard_as_tensor_parallel(mlp, degrees.mlp, groups)
         layer.mlp = mlp
 
 
