@@ -84,6 +84,7 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
         {
             "schedule": config.schedule,
             "sub_batches": config.sub_batches,
+            "pieces": config.pieces,
             "degrees": format_degrees(config.degrees) if config.degrees is not None else None,
             "only": config.only,
             "device": config.device,

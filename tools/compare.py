@@ -29,7 +29,7 @@ from megatron.oases.report.comparison import (  # noqa: E402
 from megatron.oases.report.machine import describe_machine  # noqa: E402
 from megatron.oases.report.progress import runs_progress  # noqa: E402
 from megatron.oases.report.runs import REPOSITORY, Launcher, Run, RunFailed, run_name, run_once  # noqa: E402
-from megatron.oases.report.systems import RECOMPUTE, SYSTEMS, shared_flags, system_flags, world_size  # noqa: E402
+from megatron.oases.report.systems import COMPARED, RECOMPUTE, SYSTEMS, shared_flags, system_flags, world_size  # noqa: E402
 from megatron.oases.report.tables import bound_table, comparison_table, output_console  # noqa: E402
 
 
@@ -43,10 +43,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--systems",
         nargs="+",
-        default=list(SYSTEMS),
+        default=list(COMPARED),
         metavar="SYSTEM",
         help="the first is the one to compare with; quoted, with flags of its own behind it: 'oases --oases-sub-batches 4' "
-        f"(default: {' '.join(SYSTEMS)})",
+        f"(there are {', '.join(SYSTEMS)}; default: {' '.join(COMPARED)})",
     )
     parser.add_argument(
         "--nic-gbps",

@@ -30,8 +30,8 @@ from megatron.oases.report.predictions import memory_table, predictions_table, t
 from megatron.oases.report.progress import runs_progress  # noqa: E402
 from megatron.oases.report.runs import REPOSITORY, RunFailed  # noqa: E402
 from megatron.oases.report.systems import (  # noqa: E402
+    COMPARED,
     RECOMPUTE,
-    SYSTEMS,
     checked_world_size,
     planned_flags,
     shared_flags,
@@ -73,9 +73,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument(
         "--systems",
         nargs="+",
-        default=list(SYSTEMS),
+        default=list(COMPARED),
         metavar="SYSTEM",
-        help=f"as in tools/compare.py; quoted, with flags of their own (default: {' '.join(SYSTEMS)})",
+        help=f"as in tools/compare.py; quoted, with flags of their own (default: {' '.join(COMPARED)})",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="devices (default: TP x PP, that is DP 1)")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="of the reference workload (default full)")

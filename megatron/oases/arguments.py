@@ -2,7 +2,7 @@
 
 import argparse
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,14 +12,20 @@ import torch
 from megatron.oases.command_line import OneLineParser, check_output
 from megatron.oases.errors import UsageError
 from megatron.oases.plan import LayerDegrees, Plan, parse_degrees, read_plan
-from megatron.oases.schedule import MEANING, Idea
+from megatron.oases.schedule import MEANING, ORDERINGS, Cut, Idea, Ordering
 
 DEFAULT_SUB_BATCHES = 2
+DEFAULT_PIECES = 4
 _DEVICES = ("auto", "cuda", "cpu")
-_SCHEDULES = ("vanilla", "oases")
+_SCHEDULES = tuple(ORDERINGS)
 _SPLITS = ("batch", "sequence")
-# What only the schedule reads.
-_SCHEDULE_FLAGS = ("--oases-sub-batches", "--oases-split", "--oases-ablate")
+# What only some schedules read.
+_READ_BY: dict[str, Callable[[Ordering], bool]] = {
+    "--oases-sub-batches": lambda ordering: ordering.cut is Cut.MICRO_BATCHES,
+    "--oases-pieces": lambda ordering: ordering.cut is Cut.GEMMS,
+    "--oases-split": lambda ordering: ordering.has_ideas,
+    "--oases-ablate": lambda ordering: ordering.has_ideas,
+}
 _CORE_ATTENTIONS = ("local", "sdpa", "te")
 _HALVES = ("compute", "communication")
 
@@ -34,8 +40,9 @@ class OasesConfig:
     """
 
     device: Literal["cuda", "cpu"]
-    schedule: Literal["vanilla", "oases"] = "vanilla"
+    schedule: str = "vanilla"
     sub_batches: int = 1
+    pieces: int = 1
     split: Literal["batch", "sequence"] = "batch"
     ablate: frozenset[Idea] = frozenset()
     degrees: tuple[LayerDegrees, ...] | None = None
@@ -49,6 +56,8 @@ class OasesConfig:
     def __post_init__(self) -> None:
         if self.sub_batches < 1:
             raise UsageError(f"--oases-sub-batches {self.sub_batches} must be at least 1")
+        if self.pieces < 1:
+            raise UsageError(f"--oases-pieces {self.pieces} must be at least 1")
         if self.report is not None:
             check_output("--oases-report", self.report, replaces=True)
         if self.only is not None and self.report is None:
@@ -56,13 +65,13 @@ class OasesConfig:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether Oases runs the blocks: in its own order, or, for the sake of their degrees, in Megatron's."""
-        return self.schedule == "oases" or self.degrees is not None
+        """Whether Oases runs the blocks: in another order than Megatron's, or in that for the sake of their degrees."""
+        return self.schedule != "vanilla" or self.degrees is not None
 
     @property
     def scheduling_flag(self) -> str:
         """The flag that asks for it, for messages."""
-        return "--oases-schedule oases" if self.schedule == "oases" else str(self.degrees_flag)
+        return f"--oases-schedule {self.schedule}" if self.schedule != "vanilla" else str(self.degrees_flag)
 
     @classmethod
     def from_args(cls, args: Namespace, *, device: Literal["cuda", "cpu"]) -> "OasesConfig":
@@ -73,22 +82,28 @@ class OasesConfig:
             raise UsageError("--oases-plan-force has no effect without --oases-plan FILE: leave it out")
         schedule = args.oases_schedule or (plan.schedule if plan is not None else "vanilla")
         sub_batches = plan.sub_batches if plan is not None else args.oases_sub_batches
-        if schedule == "vanilla":
-            for flag in _SCHEDULE_FLAGS:
-                value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-                if value is not None:
-                    raise UsageError(
-                        f"{flag} {value} has no effect with --oases-schedule vanilla: "
-                        "leave it out, or add --oases-schedule oases"
-                    )
+        ordering = ORDERINGS[schedule]
+        for flag, reads in _READ_BY.items():
+            value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+            if value is not None and not reads(ordering):
+                readers = " or ".join(name for name, each in ORDERINGS.items() if reads(each))
+                raise UsageError(
+                    f"{flag} {value} has no effect with --oases-schedule {schedule}: "
+                    f"leave it out, or add --oases-schedule {readers}"
+                )
+        if ordering.cut is not Cut.MICRO_BATCHES:
             sub_batches = 1
         elif sub_batches is None:
             sub_batches = DEFAULT_SUB_BATCHES
+        pieces = 1
+        if ordering.cut is Cut.GEMMS:
+            pieces = DEFAULT_PIECES if args.oases_pieces is None else args.oases_pieces
         degrees, degrees_flag = _degrees(args, plan)
         return cls(
             device=device,
             schedule=schedule,
             sub_batches=sub_batches,
+            pieces=pieces,
             split=args.oases_split or "batch",
             ablate=_parse_ideas(args.oases_ablate),
             degrees=degrees,
@@ -106,8 +121,10 @@ def _check_against_plan(args: Namespace, plan: Plan) -> None:
     path = args.oases_plan
     if plan.schedule not in _SCHEDULES:
         raise UsageError(f"{path}: schedule {plan.schedule!r} is none of {', '.join(_SCHEDULES)}")
-    if plan.schedule == "vanilla" and plan.sub_batches != 1:
-        raise UsageError(f"{path}: sub_batches {plan.sub_batches} with schedule vanilla, which does not cut micro-batches")
+    if ORDERINGS[plan.schedule].cut is not Cut.MICRO_BATCHES and plan.sub_batches != 1:
+        raise UsageError(
+            f"{path}: sub_batches {plan.sub_batches} with schedule {plan.schedule}, which does not cut micro-batches"
+        )
     if args.oases_degrees is not None:
         raise UsageError(f"--oases-degrees {args.oases_degrees}: --oases-plan {path} has the degrees; give one of them")
     for flag, key in (("--oases-schedule", "schedule"), ("--oases-sub-batches", "sub_batches")):
@@ -135,16 +152,25 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--oases-schedule",
         choices=_SCHEDULES,
         default=None,
-        help="How the decoder runs. vanilla: as in Megatron. oases: in sub-batches, so that the tensor-parallel "
-        "communication of one hides behind the computation of another. Default: the plan's, without one vanilla.",
+        help="How the model runs. vanilla: as in Megatron. oases: in sub-batches, so that the tensor-parallel "
+        "communication of one hides behind the computation of another. wang, merak, domino: in the order of Wang et al., "
+        "Merak and DeepSpeed-Domino, to compare with. Default: the plan's, without one vanilla.",
     )
     group.add_argument(
         "--oases-sub-batches",
         type=int,
         default=None,
         metavar="N",
-        help="Number of sub-batches that --oases-schedule oases splits each micro-batch into. 1 does not split. "
-        f"Default: the plan's, without one {DEFAULT_SUB_BATCHES}.",
+        help="Number of sub-batches that --oases-schedule oases, merak or domino splits each micro-batch into. 1 does not "
+        f"split. Default: the plan's, without one {DEFAULT_SUB_BATCHES}.",
+    )
+    group.add_argument(
+        "--oases-pieces",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Number of pieces that --oases-schedule wang decomposes each GEMM into whose output is communicated. "
+        f"Default: {DEFAULT_PIECES}.",
     )
     group.add_argument(
         "--oases-split",

@@ -78,7 +78,7 @@ def choose_defaults(
         if not available.apex:
             choices.append(("no_persist_layer_norm", True, "--no-persist-layer-norm"))
     # Transformer Engine's core attention knows no chunks of a sequence.
-    if available.transformer_engine and schedule == "oases" and split == "batch":
+    if available.transformer_engine and schedule != "vanilla" and split == "batch":
         choices.append(("oases_core_attention", "te", "--oases-core-attention te"))
     if not available.transformer_engine:
         choices.append(("apply_rope_fusion", False, "--no-rope-fusion"))

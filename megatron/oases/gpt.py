@@ -28,7 +28,7 @@ _SPIKY_LOSS_FACTOR = 10
 
 
 def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
-    """How to build the model; under the oases schedule its decoder is attached to it before it is wrapped."""
+    """How to build the model; under a schedule its decoder is attached to it before it is wrapped."""
     model = gpt_config_from_args(args)
     # Left out by gpt_config_from_args in megatron-core 0.19.
     model.rope_scaling_factor = args.rope_scaling_factor
@@ -41,6 +41,7 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
         )
     if config.is_scheduled:
         from megatron.oases.runtime import attach_schedule
+        from megatron.oases.schedule import ORDERINGS
 
         recomputed = None
         if config.plan is not None:
@@ -50,11 +51,12 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
             for chunk in chunks:
                 attach_schedule(
                     chunk,
+                    ordering=ORDERINGS[config.schedule],
                     sub_batches=config.sub_batches,
+                    pieces=config.pieces,
                     along_sequence=config.split == "sequence",
                     degrees=config.degrees,
                     recomputed=recomputed,
-                    in_megatrons_order=config.schedule == "vanilla",
                     overlap_grad_reduce=args.overlap_grad_reduce,
                     micro_batches=get_num_microbatches,
                     without=config.ablate,

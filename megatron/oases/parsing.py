@@ -92,7 +92,7 @@ def parse(
         print(f"oases: {where}, so by default {' '.join(changed)}", flush=True)
     if config.only is not None and args.rank == 0:
         print(f"oases: --oases-only {config.only}: this run measures; it trains nothing useful", flush=True)
-    if config.schedule == "oases" and args.tensor_model_parallel_size == 1 and args.rank == 0:
+    if config.schedule != "vanilla" and args.tensor_model_parallel_size == 1 and args.rank == 0:
         print(
             "oases: --tensor-model-parallel-size is 1: there is no tensor-parallel communication to hide; "
             "the schedule runs all the same",

@@ -181,6 +181,7 @@ def check_schedule(args: Namespace, config: OasesConfig) -> None:
             shown = entry.flag if value is True else f"{entry.flag} {value}"
             raise UsageError(f"{shown}: {config.scheduling_flag} does not run with {entry.feature}")
     _check_split(args, config)
+    _check_pieces(args, config)
 
 
 def check_only(args: Namespace, config: OasesConfig) -> None:
@@ -201,6 +202,17 @@ def check_only(args: Namespace, config: OasesConfig) -> None:
         raise UsageError(
             "--oases-only communication repeats the first step's collectives, and --step-batch-size-schedule changes them"
         )
+
+
+def _check_pieces(args: Namespace, config: OasesConfig) -> None:
+    if config.pieces == 1:
+        return
+    if args.sequence_parallel:
+        raise UsageError(
+            f"--sequence-parallel: {config.scheduling_flag} cuts all-reduces into pieces, and with it there are none"
+        )
+    if args.seq_length is not None and args.seq_length < config.pieces:
+        raise UsageError(f"--seq-length {args.seq_length} is less than --oases-pieces {config.pieces}")
 
 
 def _check_split(args: Namespace, config: OasesConfig) -> None:

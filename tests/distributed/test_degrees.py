@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.oases.schedule import Idea
+from megatron.oases.schedule import ORDERINGS, Idea
 from tests.distributed.models import ModelCase, batch, build
 from tests.distributed.test_exactness import FULL, SP, SWIGLU
 
@@ -175,7 +175,7 @@ def _plain(**changes) -> ModelCase:
     return ModelCase(**{"layers": 4, "batch": 8, "sequence": 12, **changes})
 
 
-MEGATRONS_ORDER = dict(in_megatrons_order=True, sub_batches=1)
+MEGATRONS_ORDER = dict(ordering=ORDERINGS["vanilla"], sub_batches=1)
 PLANS = ("4,2,2,4", "4/2,1/4,2/1,4", "1x4", "2x4", "1,4/2,2/4,1/2")
 LLAMA = dict(rope=True, rmsnorm=True, tied=False)
 MIXED = [(False, True), (True, False), (True, True), (False, False)]

@@ -39,8 +39,10 @@ class TableCost:
     optimizer_ms_per_parameter: float = 0.0
     overhead_ms: float = 0.0
 
-    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int, pieces: int = 1) -> float:
         role = part.role
+        if kind in (Kind.ROW, Kind.COLUMN_GRAD):  # the first is what RECOMPUTE leaves out; the other is as long
+            return samples * (self.block_ms[Kind.FORWARD] - self.block_ms[Kind.RECOMPUTE]) / pieces
         if role in (Role.ATTENTION, Role.MLP):
             return samples * self.block_ms.get(kind, 0.0)
         return samples * self.ends_ms.get((role, kind), 0.0)

@@ -43,6 +43,36 @@ def test_ideas_to_leave_out():
         _config("--oases-ablate", "ends")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "sub_batches", "pieces"),
+    [("vanilla", 1, 1), ("wang", 1, 4), ("merak", 2, 1), ("domino", 2, 1), ("oases", 2, 1)],
+)
+def test_what_a_system_cuts(schedule, sub_batches, pieces):
+    config = _config("--oases-schedule", schedule)
+    assert (config.sub_batches, config.pieces) == (sub_batches, pieces)
+    assert config.is_scheduled == (schedule != "vanilla")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flag", "value", "readers"),
+    [
+        ("wang", "--oases-sub-batches", "2", "merak or domino or oases"),
+        ("oases", "--oases-pieces", "2", "wang"),
+        ("merak", "--oases-split", "sequence", "oases"),
+        ("domino", "--oases-ablate", "ends", "oases"),
+    ],
+)
+def test_a_flag_of_another_system_is_refused(schedule, flag, value, readers):
+    with pytest.raises(UsageError, match=f"{flag} {value} has no effect with --oases-schedule {schedule}: .* {readers}$"):
+        _config("--oases-schedule", schedule, flag, value)
+
+
+def test_at_least_one_piece():
+    assert _config("--oases-schedule", "wang", "--oases-pieces", "8").pieces == 8
+    with pytest.raises(UsageError, match="--oases-pieces 0 must be at least 1"):
+        _config("--oases-schedule", "wang", "--oases-pieces", "0")
+
+
 def test_at_least_one_sub_batch():
     with pytest.raises(UsageError, match="--oases-sub-batches 0 must be at least 1"):
         _config("--oases-schedule", "oases", "--oases-sub-batches", "0")

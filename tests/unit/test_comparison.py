@@ -205,7 +205,7 @@ def test_systems_with_flags_of_their_own():
 @pytest.mark.parametrize(
     "system, message",
     [
-        ("merlin", "--systems merlin: there are megatron, oases"),
+        ("merlin", "--systems merlin: there are megatron, wang, merak, domino, oases"),
         ("", "--systems : there are"),
         ("oases --train-iters=3", "--train-iters in --systems 'oases --train-iters=3': compare sets it itself"),
     ],

@@ -156,7 +156,7 @@ def test_a_plan_for_something_else_runs_only_by_force(plan_file, flags, said):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        (dict(schedule="fast"), "schedule 'fast' is none of vanilla, oases"),
+        (dict(schedule="fast"), "schedule 'fast' is none of vanilla, wang, merak, domino, oases"),
         (dict(schedule="vanilla"), "sub_batches 2 with schedule vanilla, which does not cut micro-batches"),
     ],
 )

@@ -152,6 +152,42 @@ def test_megatron_waits_for_every_collective_but_behind_a_weight_gradient():
     assert prediction.exposed_ms == pytest.approx((1 + 2 * blocks + 1) * all_reduce_ms + loss_ms)
 
 
+def test_pieces_overlap_with_the_gemm_that_feeds_them():
+    layout = System(schedule="wang").ordering.layout(
+        (Part(Role.ATTENTION),), sub_batches=1, pieces=2, sequence_parallel=False
+    )
+    schedule = System(schedule="wang").build(layout)
+    trained = workload(micro_batch=1, pieces=2)
+    stage = StageSimulator(TableCost(collective_ms_per_kib=6.0), trained, layout, (1,), Filler(), record=True)
+    forward, backward = stage.run(schedule.forward), stage.run(schedule.backward)
+    # All but the row-parallel GEMM takes 8, each half of it 1, each half of the all-reduce 3.
+    assert _times(forward) == {
+        "forward(0,0)": (0, 8), "row(0,0)": (8, 9), "row(0,1)": (9, 10), "join(0,0)": (15, 16)
+    }  # fmt: skip
+    assert _times(forward, "communication") == {"reduce(0,0)": (9, 12), "reduce(0,1)": (12, 15)}
+    assert _times(backward)["dgrad(0,0)"] == (0, 8)
+    assert _times(backward, "communication")["reduce_grad(0,0)"][0] == 8 + BLOCK_MS[Kind.ROW_WGRAD] + 1
+    assert backward.compute_ms == BLOCK_BACKWARD_MS, "decomposed or not"
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute": "full"}, {"micro_batches": 2}], ids=str)
+def test_one_piece_is_megatrons_order(changes):
+    cost = TableCost(collective_ms_per_kib=6.0)
+    of = {name: Simulator(cost).predict(workload(**changes), System(schedule=name)) for name in ("vanilla", "wang")}
+    assert of["wang"].iteration_ms == of["vanilla"].iteration_ms
+    decomposed = Simulator(cost).predict(workload(pieces=4, **changes), System(schedule="wang"))
+    assert decomposed.iteration_ms < of["vanilla"].iteration_ms
+    assert decomposed.communication_ms == pytest.approx(of["vanilla"].communication_ms)
+
+
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_what_overlaps_more_is_faster(recompute):
+    trained, cost = workload(shape(layers=4), recompute=recompute, pieces=4), TableCost(collective_ms_per_kib=8.0)
+    order = ("vanilla", "wang", "merak", "oases")
+    times_ms = [Simulator(cost).predict(trained, System(schedule=name)).iteration_ms for name in order]
+    assert times_ms == sorted(times_ms, reverse=True) and len(set(times_ms)) == len(order)
+
+
 def test_blocks_of_their_own_degree():
     cost = TableCost(collective_ms_per_kib=6.0, data_ms_per_kib=3.0)
     trained = workload(tensor=2, micro_batch=4, degrees=(1, 2))

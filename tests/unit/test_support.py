@@ -128,3 +128,18 @@ def test_split_along_the_sequence(argv, message):
     args = _parse("--oases-schedule", "oases", "--oases-split", "sequence", *argv.split())
     with pytest.raises(UsageError, match=message):
         check_schedule(args, _oases(args))
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ("--sequence-parallel", "--sequence-parallel: --oases-schedule wang cuts all-reduces into pieces"),
+        ("--seq-length 2 --oases-pieces 3", "--seq-length 2 is less than --oases-pieces 3"),
+    ],
+)
+def test_pieces_of_a_gemm(argv, message):
+    args = _parse("--oases-schedule", "wang", "--seq-length", "8")
+    check_schedule(args, _oases(args))
+    args = _parse("--oases-schedule", "wang", *argv.split())
+    with pytest.raises(UsageError, match=message):
+        check_schedule(args, _oases(args))

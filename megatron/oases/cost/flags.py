@@ -131,6 +131,7 @@ def workload_of(args: Namespace, config: OasesConfig, *, on_cpu: bool) -> Worklo
         degrees=tuple(degree for layer in config.degrees or () for degree in layer),
         recomputed=recomputed,
         sub_batches=config.sub_batches,
+        pieces=config.pieces,
         sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,
         distributed_optimizer=args.use_distributed_optimizer,
         overlap_grad_reduce=args.overlap_grad_reduce,

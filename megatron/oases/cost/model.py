@@ -62,7 +62,7 @@ class Contention:
 class CostModel(Protocol):
     """Times on one device of one cluster, for one model. What it cannot know is an error, never a guess."""
 
-    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int, pieces: int = 1) -> float:
         """One computing operation of one part, without waiting for anything.
 
         Args:
@@ -71,6 +71,7 @@ class CostModel(Protocol):
             part: what it is, and whether its graphs are kept or it is recomputed, which takes different times.
             degree: TP degree.
             samples: number of samples `b` in [s, b, h].
+            pieces: into how many a GEMM is cut, of which one is wanted; only of ROW and COLUMN_GRAD.
         """
 
     def collective_ms(self, collective: Collective, group: Group, size_bytes: int) -> float:

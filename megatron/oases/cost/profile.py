@@ -58,12 +58,13 @@ class ProfileCost:
         cost.announcements = self.announcements
         return cost
 
-    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int, pieces: int = 1) -> float:
         key = (kind, part, degree, samples)
         if key not in self._known_ms:
-            executor_ms = self._compute_ms(kind, part, degree, samples)
+            in_pieces = kind in (Kind.ROW, Kind.COLUMN_GRAD)
+            executor_ms = (self._gemm_ms if in_pieces else self._compute_ms)(kind, part, degree, samples)
             self._known_ms[key] = self._factor * executor_ms
-        return self._known_ms[key]
+        return self._known_ms[key] / pieces
 
     def collective_ms(self, collective: Collective, group: Group, size_bytes: int) -> float:
         if group.size == 1 or size_bytes == 0:
@@ -124,6 +125,20 @@ class ProfileCost:
         if samples > xs[-1]:
             self.announcements.add(f"{self._file}: {samples} samples are extrapolated from {xs[-2]} and {xs[-1]}")
         return max(0.0, piecewise_linear(xs, ys, samples))
+
+    def _gemm_ms(self, kind: Kind, part: Part, degree: int, samples: int) -> float:
+        """A GEMM that was not measured by itself: the row-parallel one is what RECOMPUTE leaves out of FORWARD, the other
+        takes as much longer as it has more FLOPs. That pieces of them are as efficient as wholes is assumed."""
+        if part.role is Role.HEAD:
+            return self._compute_ms(Kind.DGRAD, part, degree, samples)
+        model, recomputed = self.profile.fingerprint.model, Part(part.role, recomputed=True)
+        forward_ms, without_ms = (
+            self._compute_ms(each, recomputed, degree, samples) for each in (Kind.FORWARD, Kind.RECOMPUTE)
+        )
+        row, column = model.ffn_hidden_size, model.column_width
+        if part.role is Role.ATTENTION:
+            row, column = model.heads * model.head_size, model.qkv_width
+        return max(0.0, forward_ms - without_ms) * (1 if kind is Kind.ROW else column / row)
 
     def _collective_ms(self, collective: Collective, group: Group, size_bytes: int) -> float:
         series = self._series.get((collective, group))

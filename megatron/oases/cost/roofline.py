@@ -66,11 +66,13 @@ class RooflineCost:
         # Fused attention leaves out what is masked.
         self._keys = model.sequence if model.stores_scores else model.sequence / 2
 
-    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int) -> float:
+    def compute_ms(self, kind: Kind, part: Part, *, degree: int, samples: int, pieces: int = 1) -> float:
         role = part.role
         if degree < 1 or samples < 1:
             raise ValueError(f"{kind.value} of the {role.value} at degree {degree} on {samples} samples")
         tokens = self._model.sequence * samples
+        if kind in (Kind.ROW, Kind.COLUMN_GRAD):
+            return self._kernels.sequence_ms([self._decomposed(kind, role, degree, tokens / pieces)])
         match role:
             case Role.EMBEDDING:
                 kernels = self._embedding(kind, degree, tokens)
@@ -128,6 +130,14 @@ class RooflineCost:
             case Kind.JOIN_GRAD if apart:
                 return self._join_grad(held)
         return None
+
+    def _decomposed(self, kind: Kind, role: Role, degree: int, tokens: float) -> float:
+        """The row-parallel GEMM, or that of the gradient of the column-parallel linear's input."""
+        h = self._model.hidden_size
+        if role is Role.HEAD:
+            return self._kernels.matmul_ms(tokens, h, self._model.padded_vocabulary / degree)
+        column, row = self._widths(role, degree)
+        return self._kernels.matmul_ms(tokens, h, row if kind is Kind.ROW else column)
 
     def _widths(self, role: Role, degree: int) -> tuple[float, float]:
         """Outputs of the column-parallel linear, inputs of the row-parallel one, of one rank."""

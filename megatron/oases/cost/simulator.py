@@ -4,6 +4,7 @@ One list (a forward pass, a backward pass, or one of each together) is simulated
 collectives of a list are waited for within it, so what comes before has no influence on how long it takes.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class StageSimulator:
         # The ends of the chain hand over to other stages, so they are not like the parts between them.
         place, last = operation.place, len(self.chain) - 1
         end = place if place in (0, last) else None
-        key = (operation.kind, self._alike[place], self._sizes[operation.sub_batch], end)
+        key = (operation.kind, self._alike[place], self._samples(operation), end)
         known = self._known.get(key)
         if known is None:
             ms = self._transfer_ms(operation) if operation.kind.is_communication else self._compute_ms(operation)
@@ -149,10 +150,11 @@ class StageSimulator:
 
     def transfer_bytes(self, operation: Operation) -> int:
         """Of the whole tensor [s, b, h] of its sub-batch, on the sub-group that it belongs to."""
-        samples = self._sizes[operation.sub_batch]
+        samples = self._samples(operation)
         if operation.kind in _REDISTRIBUTING:
             return self._redistribution(operation).received_bytes(self.workload, samples)
-        return self.workload.hidden_bytes(samples // self.chain[operation.place].sub_groups)
+        whole = self.workload.hidden_bytes(samples // self.chain[operation.place].sub_groups)
+        return -(-whole // self._pieces(operation))
 
     def contention_of(self, operation: Operation) -> Contention:
         """What happens while its collective and computation run at the same time."""
@@ -177,18 +179,45 @@ class StageSimulator:
             )
         return ()
 
+    def awaited(self, operation: Operation) -> tuple[Operation, ...]:
+        """The collectives that an operation waits for, whether or not there is anybody to communicate with."""
+        if self._layout.pieces > 1:
+            awaited = self._layout.awaited(operation)
+            return tuple(dataclasses.replace(each, micro_batch=operation.micro_batch) for each in awaited)
+        kind = AWAITS.get(operation.kind)
+        if kind is None:
+            return ()
+        return (Operation(kind, operation.place, operation.sub_batch, operation.micro_batch),)
+
+    def _samples(self, operation: Operation) -> int:
+        """Of its sub-batch. Where there is one only, its pieces may be counted instead."""
+        return self._sizes[operation.sub_batch if len(self._sizes) > 1 else 0]
+
+    def _pieces(self, operation: Operation) -> int:
+        """Into how many pieces its collective or its GEMM is cut."""
+        if self._layout.pieces == 1:
+            return 1
+        return self._layout.times(operation.kind, operation.place)
+
     def _compute_ms(self, operation: Operation) -> float:
-        part, kind = self.chain[operation.place], self._layout.computes_as(operation.kind)
+        part, kind = self.chain[operation.place], operation.kind
+        if part.is_block:
+            kind = self._layout.computes_as(kind)
         if kind in (Kind.ENTER, Kind.LEAVE):
             return 0.0
         joint = kind in (Kind.LOSS, Kind.LOSS_GRAD) or (kind is Kind.WGRAD and part.role is Role.EMBEDDING)
-        samples = self.workload.micro_batch if joint else self._sizes[operation.sub_batch]
-        degree = self.workload.degree_of(part)
-        return self.cost.compute_ms(kind, part, degree=degree, samples=samples // part.sub_groups)
+        samples = self.workload.micro_batch if joint else self._samples(operation)
+        shared = {"degree": self.workload.degree_of(part), "samples": samples // part.sub_groups}
+        if kind in (Kind.ROW, Kind.COLUMN_GRAD):
+            return self.cost.compute_ms(kind, part, pieces=self._pieces(operation), **shared)
+        ms = self.cost.compute_ms(kind, part, **shared)
+        if kind is Kind.DGRAD and self._layout.pieces > 1:
+            ms = max(0.0, ms - self.cost.compute_ms(Kind.COLUMN_GRAD, part, **shared))
+        return ms
 
     def _transfer_ms(self, operation: Operation) -> float:
         if operation.kind in _REDISTRIBUTING:
-            samples = self._sizes[operation.sub_batch]
+            samples = self._samples(operation)
             return self._redistribution(operation).ms(self.cost, self.workload, samples)
         group = self._sub_group(operation.place)
         if group.size == 1:
@@ -271,12 +300,11 @@ class _Run:
     def _compute(self, operation: Operation) -> None:
         ms, during_bytes, after_bytes = self._stage.cost_of(operation)
         clock, kind = self._clock, operation.kind
-        awaited = AWAITS.get(kind)
-        if awaited is not None and self._lane is not None:
-            started = Operation(awaited, operation.place, operation.sub_batch, operation.micro_batch)
-            transfer = self._transfers.get(started)
-            if transfer is not None and transfer.end_ms is None:
-                clock.wait(transfer)
+        if kind in AWAITS and self._lane is not None:
+            for started in self._stage.awaited(operation):
+                transfer = self._transfers.get(started)
+                if transfer is not None and transfer.end_ms is None:
+                    clock.wait(transfer)
         if kind in (Kind.FORWARD, Kind.NORM) and operation.place in self._arriving:
             clock.wait(self._arriving[operation.place])
         start_ms = clock.now_ms

@@ -44,7 +44,8 @@ class System:
         keeps_last_layer = self.ordering.has_ideas and Idea.KEEP_LAST_LAYER not in self.without
         return self.ordering.layout(
             workload.chain(stage, keeps_last_layer=keeps_last_layer),
-            parts=workload.sub_batches,
+            sub_batches=workload.sub_batches,
+            pieces=workload.pieces,
             sequence_parallel=workload.sequence_parallel,
             without=self.without,
         )

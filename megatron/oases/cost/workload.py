@@ -111,6 +111,7 @@ class Workload:
             have that.
         recomputed: whether each of these blocks is recomputed. None: as `recompute` says.
         sub_batches: how many a micro-batch is cut into.
+        pieces: how many a GEMM is cut into that feeds a collective.
         gradient_bytes: of a parameter in Megatron's gradient buffer.
         hidden_dropout: whether there is any between blocks.
         attention_dropout: whether there is any on attention's scores.
@@ -128,6 +129,7 @@ class Workload:
     degrees: tuple[int, ...] = ()
     recomputed: tuple[bool, ...] | None = None
     sub_batches: int = 1
+    pieces: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False

@@ -11,8 +11,12 @@ from megatron.oases.errors import UsageError
 # A system is what it adds to the flags that all of them share.
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "megatron": ("--oases-schedule", "vanilla"),
+    "wang": ("--oases-schedule", "wang"),
+    "merak": ("--oases-schedule", "merak"),
+    "domino": ("--oases-schedule", "domino"),
     "oases": ("--oases-schedule", "oases"),
 }
+COMPARED = ("megatron", "oases")  # unless others are asked for
 
 RECOMPUTE: dict[str, tuple[str, ...]] = {
     "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),

@@ -17,7 +17,7 @@ from megatron.oases.runtime.groups import SubGroups
 from megatron.oases.runtime.layers import check_layer, cut
 from megatron.oases.runtime.redistribution import Redistribution
 from megatron.oases.runtime.stage import ScheduledStage
-from megatron.oases.schedule import Filler, Idea, Part, Role, build_chain, enclose
+from megatron.oases.schedule import ORDERINGS, Filler, Idea, Ordering, Part, Role, build_chain, enclose
 from oases_patches import gpt_model, tensor_parallel_layers
 
 
@@ -25,16 +25,17 @@ def attach_schedule(
     model: GPTModel,
     *,
     sub_batches: int,
+    ordering: Ordering = ORDERINGS["oases"],
+    pieces: int = 1,
     along_sequence: bool = False,
     degrees: Sequence[LayerDegrees] | None = None,
     recomputed: Sequence[tuple[bool, bool]] | None = None,
-    in_megatrons_order: bool = False,
     overlap_grad_reduce: bool = False,
     micro_batches: Callable[[], int] = lambda: 1,
     without: frozenset[Idea] = frozenset(),
     observer: Observer = unobserved,
 ) -> ScheduledStage:
-    """Lets the oases schedule run `model` from tokens to loss, in training and in evaluation.
+    """Lets a schedule run `model` from tokens to loss, in training and in evaluation.
 
     The model keeps its modules, parameters and names, except that halves of layers whose degree is not that of the
     tensor-parallel group are built anew. Every rank of the world must call this.
@@ -42,12 +43,13 @@ def attach_schedule(
     Args:
         model: a GPT model, or the pipeline stage of one, before it is wrapped for data parallelism.
         sub_batches: number of sub-batches of a micro-batch.
+        ordering: the system whose order it is.
+        pieces: into how many pieces it cuts each GEMM that feeds a collective.
         along_sequence: whether they are cut along the sequence, as a micro-batch of one sample must be, instead of the
             batch. Attention has to be causal, and all degrees that of the tensor-parallel group.
         degrees: of every layer of the whole model; by default that of the tensor-parallel group.
         recomputed: for every layer of the whole model, whether attention and MLP are recomputed; by default what
             Megatron's configuration asks for.
-        in_megatrons_order: whether the order is Megatron's instead: one sub-batch, every collective waited for.
         overlap_grad_reduce: whether data parallelism reduces gradients during backward. Its collectives start in the
             order in which gradients become ready, which then has to be the same on every rank.
         micro_batches: tells how many micro-batches the present training iteration has, for a loop that runs each one
@@ -69,7 +71,7 @@ def attach_schedule(
     for layer, layer_degrees in zip(model.decoder.layers, degrees, strict=True):
         check_layer(layer)
         rebuild(layer, layer_degrees, groups)
-    keeps_last_layer = Idea.KEEP_LAST_LAYER not in without and not in_megatrons_order
+    keeps_last_layer = ordering.has_ideas and Idea.KEEP_LAST_LAYER not in without
     chain = _chain(
         _recomputed_by_flags(model, keeps_last_layer=keeps_last_layer)
         if recomputed is None
@@ -85,7 +87,8 @@ def attach_schedule(
         chain,
         groups,
         along_sequence=along_sequence,
-        recomputes_row_parallel=in_megatrons_order or Idea.RECOMPUTE_WITHOUT_GEMM in without,
+        recomputes_row_parallel=ordering.repeats_collectives or Idea.RECOMPUTE_WITHOUT_GEMM in without,
+        pieces=pieces,
     )
     filler = Filler.allowed(
         host_sees_completion=groups.collectives(1, tensor.size()).host_sees_completion,
@@ -98,15 +101,16 @@ def attach_schedule(
         out_of=out_of,
         tensor_rank=tensor.rank(),
         tensor_size=tensor.size(),
+        ordering=ordering,
         sub_batches=sub_batches,
+        pieces=pieces,
         along_sequence=along_sequence,
-        filler=Filler() if in_megatrons_order else filler,
+        filler=filler if ordering.has_ideas else Filler(),
         sequence_parallel=config.sequence_parallel,
         micro_batches=micro_batches,
         # Megatron lets data parallelism reduce from the last forward pass on: what was put off must be over by then.
         last_apart=overlap_grad_reduce,
         without=without,
-        in_megatrons_order=in_megatrons_order,
         observer=observer,
     )
     _check_same_on_every_rank(stage.schedule.digest(), tensor)

@@ -16,6 +16,7 @@ from megatron.oases.runtime.cell import Cell, Graph, Inputs
 from megatron.oases.runtime.chunks import ChunkedAttention
 from megatron.oases.runtime.collectives import Collectives
 from megatron.oases.runtime.linear import BiasGradient, LinearScheduling, accumulate
+from megatron.oases.runtime.pieces import PiecedGemm
 from megatron.oases.runtime.rng import RngStates
 from megatron.oases.schedule import Part
 
@@ -29,6 +30,7 @@ class CutPart:
         linears: scheduling shared with the part's parallel linears.
         collectives: those of the ranks that share the part.
         chunked_attention: the core's attention, where sub-batches along the sequence go through it.
+        pieces: into how many pieces a GEMM is cut that feeds a collective.
     """
 
     # Whether the core runs a collective of its own, so that it may not leave its turn.
@@ -43,7 +45,9 @@ class CutPart:
         linears: LinearScheduling,
         collectives: Collectives,
         chunked_attention: ChunkedAttention | None = None,
+        pieces: int = 1,
     ):
+        self._pieces = pieces
         self._norm = norm
         self._core = core
         self._linears = linears
@@ -62,14 +66,20 @@ class CutPart:
         """JOIN_GRAD: the gradient of this rank's output."""
         return gradient
 
-    def dgrad(self, cell: Cell, gradient: Tensor) -> Tensor:
-        """The rest of DGRAD: the gradient of the core's input. The caller gets the only reference to it."""
+    def dgrad(self, cell: Cell, gradient: Tensor) -> Tensor | None:
+        """The rest of DGRAD: the gradient of the core's input. The caller gets the only reference to it.
+
+        In pieces it is left to them, and None here.
+        """
         graph = cell.graph
         edges, gradients = cell.chunk.collect() if cell.chunk is not None else ((), ())
         torch.autograd.backward((graph.partial, *edges), (gradient, *gradients))
         if cell.chunk is not None:
             cell.chunk.hand_over()
         core_input_gradient, graph.core_input, graph.partial = graph.core_input.grad, None, None
+        if self._pieces > 1:
+            (column,) = (gradient for gradient in cell.deferred if not gradient.row_parallel)
+            cell.gemm = PiecedGemm(column.grad_output, column.weight, self._pieces)
         return core_input_gradient
 
     def wgrad(self, cell: Cell, core_input: Tensor | None, *, is_last: bool) -> None:
@@ -105,9 +115,17 @@ class CutPart:
         self, cell: Cell, core_input: Tensor, *, keep_graph: bool, leave_out_row_parallel: bool = False
     ) -> Tensor:
         deferred = cell.deferred if keep_graph else None
+
+        def decompose(input_: Tensor, weight: Tensor) -> None:
+            cell.gemm = PiecedGemm(input_, weight.t(), self._pieces)
+
         with (
             torch.set_grad_enabled(keep_graph),
-            self._linears.owned(deferred, leave_out_row_parallel=leave_out_row_parallel),
+            self._linears.owned(
+                deferred,
+                leave_out_row_parallel=leave_out_row_parallel,
+                decompose=decompose if self._pieces > 1 else None,
+            ),
             nullcontext() if self.chunked_attention is None else self.chunked_attention.on(cell.chunk),
         ):
             partial, cell.bias = self._core(core_input.requires_grad_(keep_graph), cell.inputs)

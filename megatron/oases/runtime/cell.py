@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from megatron.oases.runtime.chunks import Chunk
 from megatron.oases.runtime.collectives import InFlight
 from megatron.oases.runtime.linear import DeferredGradients
+from megatron.oases.runtime.pieces import PiecedGemm
 from megatron.oases.runtime.rng import RngStates
 from megatron.oases.schedule import Kind, Operation
 
@@ -37,7 +38,7 @@ class Cell:
     keep_graph: bool = False
     keep_x: bool = False  # whether x outlives the forward pass; else it is recomputed, if a backward pass follows
     outgoing: dict[Kind, Tensor] = field(default_factory=dict)  # for each collective to start: what it is to work on
-    in_flight: dict[Kind, InFlight] = field(default_factory=dict)
+    in_flight: dict[Kind, InFlight | PiecedGemm] = field(default_factory=dict)
     x: Tensor | None = None
     graph: Graph | None = None
     bias: torch.nn.Parameter | None = None
@@ -46,6 +47,7 @@ class Cell:
     core_rng: RngStates | None = None
     join_rng: RngStates | None = None
     partial_dtype: torch.dtype | None = None
+    gemm: PiecedGemm | None = None  # where a GEMM is run in pieces: the one that is next, or was last
     residual_gradient: Tensor | None = None
     chunk: Chunk | None = None  # with sub-batches along the sequence
     deferred: DeferredGradients = field(default_factory=list)

@@ -12,6 +12,7 @@ from megatron.oases.runtime.ends import Embedding, Exit, Head
 from megatron.oases.runtime.redistribution import Redistribution
 from megatron.oases.schedule import AWAITS, Filler, Kind, Operation, walk
 
+_FED_IN_PIECES = {Kind.ROW: Kind.REDUCE, Kind.REROW: Kind.REREDUCE, Kind.COLUMN_GRAD: Kind.REDUCE_GRAD}
 
 Observer = Callable[[Operation], AbstractContextManager]
 _UNOBSERVED = nullcontext()
@@ -70,7 +71,8 @@ class Executor:
         return part.wgrad_may_move if operation.kind.is_weight_gradient else not part.communicates_inside
 
     def _run(self, operation: Operation, tape: Tape) -> None:
-        part, i = self._parts[operation.place], operation.sub_batch
+        # Where there is one sub-batch only, its pieces may be counted instead.
+        part, i = self._parts[operation.place], operation.sub_batch if len(tape.sizes) > 1 else 0
         cell = tape.cells[operation.place, i]
         match operation.kind:
             case Kind.FORWARD if isinstance(part, Embedding):
@@ -90,8 +92,10 @@ class Executor:
                 output = part.core(cell, self._norm(part, cell, tape, i) if core_input is None else core_input)
                 if isinstance(part, Head):
                     tape.logits[i], cell.x = output, None
-                else:
+                elif cell.gemm is None:
                     cell.outgoing[Kind.REDUCE] = output
+            case Kind.ROW | Kind.REROW | Kind.COLUMN_GRAD:
+                cell.outgoing[_FED_IN_PIECES[operation.kind]] = cell.gemm.run()
             case Kind.JOIN:
                 tape.xs[i] = part.join(cell, _waited_for(cell, Kind.REDUCE))
                 if not cell.keep_x:
@@ -113,7 +117,7 @@ class Executor:
             case Kind.RECOMPUTE:
                 core_input = _waited_for(cell, Kind.REGATHER)
                 partial = part.recompute(cell, part.renorm(cell) if core_input is None else core_input)
-                if self._repeats_collectives:
+                if self._repeats_collectives and cell.gemm is None:
                     cell.outgoing[Kind.REREDUCE] = partial
             case Kind.REJOIN:
                 x = part.rejoin(cell, _waited_for(cell, Kind.REREDUCE))
@@ -126,7 +130,9 @@ class Executor:
                 gradient = _waited_for(cell, Kind.GATHER_GRAD)
                 if gradient is None:
                     gradient = self._join_grad(part, cell, tape, i)
-                cell.outgoing[Kind.REDUCE_GRAD] = part.dgrad(cell, gradient)
+                core_input_gradient = part.dgrad(cell, gradient)
+                if cell.gemm is None:
+                    cell.outgoing[Kind.REDUCE_GRAD] = core_input_gradient
             case Kind.WGRAD if isinstance(part, Embedding):
                 part.wgrad_of_all(tape, [tape.cells[operation.place, i] for i in range(len(tape.sizes))])
             case Kind.WGRAD:
@@ -143,7 +149,8 @@ class Executor:
             case communication:
                 assert communication.is_communication
                 tensor = cell.outgoing.pop(communication).contiguous()
-                cell.in_flight[communication] = self._started(communication, part)(tensor)
+                in_flight = self._started(communication, part)(tensor)
+                cell.in_flight[communication] = in_flight if cell.gemm is None else cell.gemm.started(in_flight)
 
     def _started(self, communication: Kind, part: Embedding | Block | Head) -> Callable[[Tensor], InFlight]:
         if communication in (Kind.GATHER, Kind.REGATHER, Kind.GATHER_GRAD, Kind.GATHER_INPUT):

@@ -29,7 +29,13 @@ _ATTENTION_INPUTS = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rota
 
 
 def cut(
-    model: GPTModel, chain: Sequence[Part], groups: SubGroups, *, along_sequence: bool, recomputes_row_parallel: bool
+    model: GPTModel,
+    chain: Sequence[Part],
+    groups: SubGroups,
+    *,
+    along_sequence: bool,
+    recomputes_row_parallel: bool,
+    pieces: int,
 ) -> list[Embedding | Block | Head | Exit]:
     """The parts of a GPT or of its pipeline stage. The model keeps its modules, parameters and names.
 
@@ -39,6 +45,7 @@ def cut(
         groups: of the blocks' degrees.
         along_sequence: whether sub-batches are cut along the sequence.
         recomputes_row_parallel: whether recomputation runs row-parallel GEMMs too.
+        pieces: into how many pieces a GEMM is cut that feeds a collective.
 
     Raises:
         UsageError: the model has something that a schedule cannot run.
@@ -53,9 +60,10 @@ def cut(
             groups,
             along_sequence=along_sequence,
             recomputes_row_parallel=recomputes_row_parallel,
+            pieces=pieces,
         )
     if model.post_process:
-        parts.append(_head(model, tensor))
+        parts.append(_head(model, tensor, pieces))
     elif chain[-1].role is Role.EXIT:
         parts.append(Exit())
     return parts
@@ -67,7 +75,7 @@ def _embedding(model: GPTModel, collectives: Collectives) -> Embedding:
     return Embedding(model.embedding, scheduling, collectives)
 
 
-def _head(model: GPTModel, collectives: Collectives) -> Head:
+def _head(model: GPTModel, collectives: Collectives, pieces: int) -> Head:
     scheduling = LinearScheduling()
     model.output_layer.oases_scheduling = scheduling
 
@@ -81,6 +89,7 @@ def _head(model: GPTModel, collectives: Collectives) -> Head:
         linears=scheduling,
         collectives=collectives,
         loss=model.compute_language_model_loss,
+        pieces=pieces,
     )
 
 
@@ -90,7 +99,7 @@ def _cut_layer(
     groups: SubGroups,
     *,
     along_sequence: bool,
-    recomputes_row_parallel: bool,
+    **block_arguments,
 ) -> tuple[Block, Block]:
     """The layer's attention block and MLP block."""
     config = layer.config
@@ -106,7 +115,7 @@ def _cut_layer(
         draws_random=config.attention_dropout > 0,
         # With fewer query groups than ranks, Megatron all-gathers the queries of a group inside the attention.
         communicates_inside=config.num_query_groups * parts[0].sub_groups < groups.size,
-        recomputes_row_parallel=recomputes_row_parallel,
+        **block_arguments,
     )
     mlp = _block(
         layer,
@@ -118,7 +127,7 @@ def _cut_layer(
         linears=(layer.mlp.linear_fc1, layer.mlp.linear_fc2),
         draws_random=False,
         communicates_inside=False,
-        recomputes_row_parallel=recomputes_row_parallel,
+        **block_arguments,
     )
     return attention, mlp
 

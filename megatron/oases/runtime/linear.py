@@ -4,7 +4,7 @@ torch's autograd computes both gradients of a linear at once. A schedule wants t
 next collective waits for it, and the weight gradient whenever there is nothing more urgent to do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -50,10 +50,15 @@ class LinearScheduling:
         self.active = False
         self._deferred: DeferredGradients | None = None
         self._leave_out_row_parallel = False
+        self._decompose: Callable[[Tensor, Tensor], None] | None = None
 
     @contextmanager
     def owned(
-        self, deferred: DeferredGradients | None = None, *, leave_out_row_parallel: bool = False
+        self,
+        deferred: DeferredGradients | None = None,
+        *,
+        leave_out_row_parallel: bool = False,
+        decompose: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Iterator[None]:
         """Runs the block's linears for a schedule.
 
@@ -61,13 +66,16 @@ class LinearScheduling:
             deferred: receives, during backward, what the weight gradients need.
             leave_out_row_parallel: skips the row-parallel GEMM. Its output is not needed for any gradient, so
                 recomputation can do without; what stands in for it has the right shape and no meaning.
+            decompose: is given the input and the weight of the row-parallel linear, whose GEMM is left out then, to be
+                run in pieces. So is that of the gradient of the column-parallel linear's input.
         """
         assert not self.active
-        self.active, self._deferred, self._leave_out_row_parallel = True, deferred, leave_out_row_parallel
+        self.active, self._deferred, self._decompose = True, deferred, decompose
+        self._leave_out_row_parallel = leave_out_row_parallel or decompose is not None
         try:
             yield
         finally:
-            self.active, self._deferred, self._leave_out_row_parallel = False, None, False
+            self.active, self._deferred, self._leave_out_row_parallel, self._decompose = False, None, False, None
 
     def __call__(
         self, input_: Tensor, weight: Tensor, bias: Tensor | None, *, row_parallel: bool, fused_wgrad: bool
@@ -77,7 +85,12 @@ class LinearScheduling:
         `fused_wgrad`: whether apex's kernel accumulates the weight gradient (--gradient-accumulation-fusion).
         """
         assert self.active
+        if row_parallel and self._decompose is not None:
+            assert bias is None, "a row-parallel linear leaves its bias to bias-dropout-add"
+            self._decompose(input_, weight)
         if not torch.is_grad_enabled():
+            if row_parallel and self._leave_out_row_parallel:
+                return _stand_in(input_, weight)
             return torch.nn.functional.linear(input_, weight, bias)
         parameters = _Parameters(
             weight,
@@ -85,6 +98,7 @@ class LinearScheduling:
             self._deferred,
             row_parallel=row_parallel,
             leave_out_output=row_parallel and self._leave_out_row_parallel,
+            leave_out_gradient=not row_parallel and self._decompose is not None,
             fused_wgrad=fused_wgrad,
         )
         return _Linear.apply(input_, parameters)
@@ -99,7 +113,13 @@ class _Parameters:
     deferred: DeferredGradients
     row_parallel: bool
     leave_out_output: bool
+    leave_out_gradient: bool
     fused_wgrad: bool
+
+
+def _stand_in(input_: Tensor, weight: Tensor) -> Tensor:
+    """In the shape of the linear's output, and without a meaning."""
+    return input_.new_zeros(()).expand(*input_.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):
@@ -109,11 +129,11 @@ class _Linear(torch.autograd.Function):
         ctx.parameters = parameters
         weight = parameters.weight
         if parameters.leave_out_output:
-            return input_.new_zeros(()).expand(*input_.shape[:-1], weight.shape[0])
+            return _stand_in(input_, weight)
         return torch.nn.functional.linear(input_, weight, parameters.bias)
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, None]:
         (input_,) = ctx.saved_tensors
         parameters = ctx.parameters
         # Detached: through its graph the input would keep this list alive, and with it itself.
@@ -126,7 +146,7 @@ class _Linear(torch.autograd.Function):
             fused=parameters.fused_wgrad,
         )
         parameters.deferred.append(gradient)
-        return grad_output.matmul(parameters.weight), None
+        return None if parameters.leave_out_gradient else grad_output.matmul(parameters.weight), None
 
 
 def accumulate(gradients: DeferredGradients, *, is_last: bool) -> None:

@@ -19,18 +19,15 @@ from megatron.oases.runtime.redistribution import Redistribution
 from megatron.oases.schedule import (
     Filler,
     Idea,
-    Layout,
     Operation,
+    Ordering,
     Schedule,
-    build_megatron_schedule,
-    build_oases_schedule,
-    validate,
 )
 from megatron.oases.sizes import sub_batch_sizes
 
 
 class ScheduledStage:
-    """Runs a chain of parts under the oases schedule, or in Megatron's order.
+    """Runs a chain of parts in the order of a system.
 
     Args:
         parts: the chain.
@@ -38,14 +35,15 @@ class ScheduledStage:
         out_of: likewise, what brings its gradient back.
         tensor_rank: this rank's number in the tensor-parallel group.
         tensor_size: the number of its ranks.
+        ordering: the system's.
         sub_batches: number of sub-batches of a micro-batch in training.
+        pieces: into how many pieces a GEMM is cut that feeds a collective.
         along_sequence: whether they are cut along the sequence instead of the batch.
         filler: what may fill waits.
         sequence_parallel: whether what lies between blocks is split along the sequence.
         micro_batches: tells, during training, how many micro-batches the present iteration has.
         last_apart: whether the last micro-batch's forward pass may not be interleaved.
         without: ideas of the schedule to leave out.
-        in_megatrons_order: whether the order is Megatron's, which repeats the collectives of what it recomputes.
         observer: stands around every operation that runs.
     """
 
@@ -57,18 +55,20 @@ class ScheduledStage:
         out_of: Mapping[int, Redistribution],
         tensor_rank: int,
         tensor_size: int,
+        ordering: Ordering,
         sub_batches: int,
+        pieces: int,
         along_sequence: bool,
         filler: Filler,
         sequence_parallel: bool,
         micro_batches: Callable[[], int],
         last_apart: bool,
         without: frozenset[Idea],
-        in_megatrons_order: bool,
         observer: Observer = unobserved,
     ):
         self._without = without
-        self._in_megatrons_order = in_megatrons_order
+        self._ordering = ordering
+        self._pieces = pieces
         self._tensor_rank, self._tensor_size = tensor_rank, tensor_size
         self._chain = tuple(part.part for part in parts)
         self._chunked = {place for place, part in enumerate(parts) if part.chunked_attention is not None}
@@ -81,13 +81,13 @@ class ScheduledStage:
             out_of=out_of,
             filler=filler,
             sequence_parallel=sequence_parallel,
-            repeats_collectives=in_megatrons_order,
+            repeats_collectives=ordering.repeats_collectives,
             observer=observer,
         )
         self._schedules: dict[int, Schedule] = {}
         self.schedule = self._schedule_for(sub_batches)
         has_both_ends = self.schedule.layout.has_embedding and self.schedule.layout.has_head
-        interleaves = has_both_ends and Idea.INTERLEAVE not in without and not in_megatrons_order
+        interleaves = has_both_ends and ordering.has_ideas and Idea.INTERLEAVE not in without
         self._interleaving = Interleaving(micro_batches if interleaves else lambda: 1, last_apart=last_apart)
 
     def __call__(self, *, hidden_states: Tensor | None, inputs: Inputs, labels: Tensor | None) -> Tensor:
@@ -195,20 +195,15 @@ class ScheduledStage:
 
     def _schedule_for(self, sub_batches: int) -> Schedule:
         if sub_batches not in self._schedules:
-            layout = Layout(
-                chain=self._chain,
+            layout = self._ordering.layout(
+                self._chain,
                 sub_batches=sub_batches,
+                pieces=self._pieces,
                 along_sequence=self._along_sequence,
                 sequence_parallel=self._sequence_parallel,
-                recomputes_row_parallel=self._in_megatrons_order,
-                repeats_collectives=self._in_megatrons_order,
+                without=self._without,
             )
-            if self._in_megatrons_order:
-                schedule = build_megatron_schedule(layout)
-            else:
-                schedule = build_oases_schedule(layout, without=self._without)
-            validate(schedule)
-            self._schedules[sub_batches] = schedule
+            self._schedules[sub_batches] = self._ordering.build(layout, without=self._without)
         return self._schedules[sub_batches]
 
 

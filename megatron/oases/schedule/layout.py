@@ -64,10 +64,13 @@ class Layout:
         return self.chain[-1].role is Role.HEAD
 
     def computes_as(self, kind: Kind) -> Kind:
-        """The kind whose computation an operation repeats: FORWARD, JOIN, ENTER in what Megatron recomputes; else its own."""
+        """The kind whose computation an operation of a block repeats: FORWARD, JOIN, ENTER in what Megatron recomputes; else its
+        own. In pieces neither FORWARD nor RECOMPUTE has the row-parallel GEMM."""
+        if self.pieces > 1 and kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            return Kind.RECOMPUTE
         if kind is Kind.RECOMPUTE and self.recomputes_row_parallel:
             return Kind.FORWARD
-        return {Kind.REJOIN: Kind.JOIN, Kind.REENTER: Kind.ENTER}.get(kind, kind)
+        return {Kind.REJOIN: Kind.JOIN, Kind.REENTER: Kind.ENTER, Kind.REROW: Kind.ROW}.get(kind, kind)
 
     def sub_groups_before(self, place: int) -> int:
         """How many sub-groups share what enters a part. Stages hand whole micro-batches on."""

@@ -40,7 +40,8 @@ class Ordering:
         self,
         chain: tuple[Part, ...],
         *,
-        parts: int,
+        sub_batches: int,
+        pieces: int,
         sequence_parallel: bool,
         along_sequence: bool = False,
         without: frozenset[Idea] = frozenset(),
@@ -49,15 +50,16 @@ class Ordering:
 
         Args:
             chain: the stage's parts.
-            parts: sub-batches, or pieces of each GEMM.
+            sub_batches: into how many a micro-batch is cut, by a system that does.
+            pieces: into how many a GEMM is cut, by a system that does.
             sequence_parallel: see `Layout`.
             along_sequence: see `Layout`.
             without: ideas that are left out.
         """
         return Layout(
             chain=chain,
-            sub_batches=parts if self.cut is Cut.MICRO_BATCHES else 1,
-            pieces=parts if self.cut is Cut.GEMMS else 1,
+            sub_batches=sub_batches if self.cut is Cut.MICRO_BATCHES else 1,
+            pieces=pieces if self.cut is Cut.GEMMS else 1,
             along_sequence=along_sequence,
             sequence_parallel=sequence_parallel,
             recomputes_row_parallel=self.repeats_collectives or Idea.RECOMPUTE_WITHOUT_GEMM in without,
