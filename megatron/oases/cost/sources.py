@@ -50,12 +50,15 @@ class CostSource:
         return set(getattr(cost, "announcements", ()))
 
 
-def cluster_source(name_or_file: str) -> CostSource:
-    """A cluster file, or the name of a shipped one. Raises `UsageError`."""
+def cluster_source(name_or_file: str, *, fp32_as: str = "fp32") -> CostSource:
+    """A cluster file, or the name of a shipped one. Raises `UsageError`.
+
+    `fp32_as`: how matrix products of fp32 tensors are computed: `fp32` or `tf32`.
+    """
     cluster = load_cluster(name_or_file)
 
     def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
-        dtype = "fp16" if args.fp16 else None
+        dtype = "fp16" if args.fp16 else "bf16" if args.bf16 else fp32_as
         return RooflineCost(cluster, workload, dtype=dtype, clips_gradients=args.clip_grad > 0)
 
     # A cluster file does not say what is installed: torch is.
