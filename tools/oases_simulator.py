@@ -93,7 +93,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         metavar="N",
         help="by number: " + "; ".join(f"{i} {each.name}" for i, each in enumerate(WORKLOADS, 1)) + " (default: all)",
     )
-    validating.add_argument("--rounds", type=int, help="runs of each system, in alternation (default 2)")
+    validating.add_argument("--rounds", type=int, help="runs of each system, in alternation, of which the fastest counts (default 2)")
     validating.add_argument(
         "--iterations", type=int, help=f"of a run, {WARM_UP_ITERATIONS} of them warm-up (default 10)"
     )
