@@ -13,6 +13,7 @@ require("torch", "megatron.core")
 from megatron.oases.arguments import OasesConfig, choose_device
 from megatron.oases.errors import exit_on_usage_error
 from megatron.oases.launch import complete_environment
+from megatron.oases.meter import Meter, meter_of
 from megatron.oases.quiet import silence
 
 
@@ -49,8 +50,9 @@ def pretrain_gpt(device: str) -> None:
     if args.load is not None or args.pretrained_checkpoint is not None:
         training_checkpointing.apply()
     with megatron_refusals():
-        container = pretrain_cfg_container_from_args(args, gpt.model_config(args, config))
-    with reported(args, config):
+        meter = meter_of(device) if config.is_scheduled and config.only is None else None
+        container = pretrain_cfg_container_from_args(args, gpt.model_config(args, config, meter=meter))
+    with reported(args, config), evidenced(config, meter):
         training.pretrain(container, gpt.build_datasets, ModelType.encoder_or_decoder, gpt.forward_step)
     torch.distributed.destroy_process_group()
 
@@ -69,15 +71,7 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
     from megatron.oases.plan import format_degrees
     from megatron.oases.report.alone import communication_only, compute_only, starting_together
     from megatron.oases.report.iterations import IterationReport, report_steps
-
-    def is_reporter() -> bool:
-        """One of the ranks that have the loss."""
-        return (
-            parallel_state.model_parallel_is_initialized()
-            and parallel_state.is_pipeline_last_stage()
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        )
+    from megatron.oases.report.ranks import is_reporter
 
     report = IterationReport(
         config.report,
@@ -113,6 +107,33 @@ def reported(args: Namespace, config: OasesConfig) -> Iterator[None]:
         replacements.undo()
         if is_reporter():
             report.write()
+
+
+@contextmanager
+def evidenced(config: OasesConfig, meter: Meter | None) -> Iterator[None]:
+    """Says at the end of what runs inside, and every `--oases-report-interval`, how much communication was hidden."""
+    if meter is None:
+        yield
+        return
+    from megatron.training import training
+
+    from megatron.oases.host.replacements import Replacements
+    from megatron.oases.report.evidence import Evidence
+    from megatron.oases.report.ranks import is_reporter
+
+    evidence = Evidence(
+        meter,
+        predicted=config.plan.predicted if config.plan is not None else None,
+        plan=config.degrees_flag,
+        interval=config.report_interval,
+    )
+    replacements = Replacements()
+    replacements.set(training, "train_step", evidence.watch(training.train_step, is_reporter))
+    try:
+        yield
+    finally:
+        replacements.undo()
+    evidence.finish()
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ class OasesConfig:
     plan_force: bool = False
     core_attention: Literal["local", "sdpa", "te"] = "local"
     report: Path | None = None
+    report_interval: int | None = None
     only: Literal["compute", "communication"] | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +59,14 @@ class OasesConfig:
             raise UsageError(f"--oases-sub-batches {self.sub_batches} must be at least 1")
         if self.pieces < 1:
             raise UsageError(f"--oases-pieces {self.pieces} must be at least 1")
+        if self.report_interval is not None:
+            if self.report_interval < 1:
+                raise UsageError(f"--oases-report-interval {self.report_interval} must be at least 1")
+            if not self.is_scheduled:
+                raise UsageError(
+                    f"--oases-report-interval {self.report_interval} has no effect with --oases-schedule vanilla, whose collectives "
+                    "Megatron starts: leave it out, or add another --oases-schedule"
+                )
         if self.report is not None:
             check_output("--oases-report", self.report, replaces=True)
         if self.only is not None and self.report is None:
@@ -112,6 +121,7 @@ class OasesConfig:
             plan_force=args.oases_plan_force,
             core_attention=args.oases_core_attention,
             report=Path(args.oases_report) if args.oases_report is not None else None,
+            report_interval=args.oases_report_interval,
             only=args.oases_only,
         )
 
@@ -222,6 +232,14 @@ def add_oases_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="FILE",
         help="JSON file for the time (ms) and the loss of every training iteration. A file that is there is replaced. "
         "Default: none is written.",
+    )
+    group.add_argument(
+        "--oases-report-interval",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Number of iterations after which a line says how long one took and how much communication was hidden, against "
+        "the plan's prediction if there is one. Default: one line at the end of the run.",
     )
     group.add_argument(
         "--oases-only",

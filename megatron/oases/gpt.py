@@ -22,13 +22,17 @@ from megatron.training.training import stimer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron.oases.arguments import OasesConfig
+from megatron.oases.meter import Meter
 
 # A loss that is more than this many times the largest one seen so far counts as spiky.
 _SPIKY_LOSS_FACTOR = 10
 
 
-def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
-    """How to build the model; under a schedule its decoder is attached to it before it is wrapped."""
+def model_config(args: Namespace, config: OasesConfig, *, meter: Meter | None = None) -> GPTModelConfig:
+    """How to build the model; under a schedule its decoder is attached to it before it is wrapped.
+
+    `meter`: is told of every collective of the schedule.
+    """
     model = gpt_config_from_args(args)
     # Left out by gpt_config_from_args in megatron-core 0.19.
     model.rope_scaling_factor = args.rope_scaling_factor
@@ -60,6 +64,7 @@ def model_config(args: Namespace, config: OasesConfig) -> GPTModelConfig:
                     overlap_grad_reduce=args.overlap_grad_reduce,
                     micro_batches=get_num_microbatches,
                     without=config.ablate,
+                    meter=meter,
                 )
             return chunks
 

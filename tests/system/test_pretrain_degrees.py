@@ -34,7 +34,18 @@ def _plan(path) -> None:
 def _train(flags: list[str], report) -> dict[int, float]:
     finished = torchrun([*_FLAGS, *flags, "--oases-report", str(report)], ranks=4)
     assert finished.code == 0, finished.tail
+    said = finished.lines("oases: iterations")
+    assert [line.partition(",")[0] for line in said] == _said(flags), said
+    assert all("communication in flight" in line and "hidden" in line for line in said)
     return losses(report)
+
+
+def _said(flags: list[str]) -> list[str]:
+    """Of which iterations one rank says how much communication was hidden."""
+    if not flags:
+        return []
+    between = ["oases: iterations 1 to 5"] if "--oases-report-interval" in flags else []
+    return [*between, "oases: iterations 2 to 8"]
 
 
 def test_equals_vanilla(tmp_path):
@@ -43,7 +54,7 @@ def test_equals_vanilla(tmp_path):
     assert reached[0] - reached[-1] > 1e-3, f"nothing was learnt, the comparison would prove nothing: {reached}"
     _plan(tmp_path / "plan.json")
     for name, flags in (
-        ("oases", f"--oases-schedule oases {_DEGREES} {_FULL}"),
+        ("oases", f"--oases-schedule oases {_DEGREES} {_FULL} --oases-report-interval 5"),
         ("megatron", f"--oases-schedule vanilla {_DEGREES} {_FULL}"),
         ("plan", f"--oases-plan {tmp_path / 'plan.json'} --sequence-parallel"),
     ):

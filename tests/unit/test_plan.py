@@ -74,7 +74,7 @@ def plan(**changes) -> Plan:
         schedule="oases",
         sub_batches=2,
         layers=(LayerPlan(attention=block, mlp=block),) * MODEL.layers,
-        predicted=Predicted(by="simulator", iteration_ms=1.5, exposed_ms=0.5, memory_bytes=10**9),
+        predicted=Predicted(by="simulator", iteration_ms=1.5, exposed_ms=0.5, in_flight_ms=0.75, waited_ms=0.25, memory_bytes=10**9),
         solver=Solver(status="optimal", gap=0.0, seconds=0.1),
     )
     return Plan(**{**fields, **changes})

@@ -213,6 +213,8 @@ class _Iteration:
             optimizer_ms=tail.optimizer,
             overhead_ms=overhead_ms,
             communication_ms=sum(result.communication_ms for result in passes) + summed_ms + data_ms,
+            in_flight_ms=sum(result.in_flight_ms for result in passes),
+            waited_ms=sum(result.waited_ms for result in passes),
             static=static,
             peak_bytes=peak_bytes,
             memory=memory,

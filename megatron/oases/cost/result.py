@@ -9,7 +9,7 @@ from megatron.oases.cost.simulator import Span
 
 @dataclass(frozen=True, kw_only=True)
 class StagePrediction:
-    """A device of one pipeline stage. All times but `communication_ms` add up to the iteration.
+    """A device of one pipeline stage. The first six times add up to the iteration.
 
     Args:
         compute_ms: its forward and backward computation, alone.
@@ -19,6 +19,8 @@ class StagePrediction:
         optimizer_ms: gradient clipping and Adam.
         overhead_ms: what an iteration takes besides.
         communication_ms: its tensor-parallel and data-parallel collectives, alone.
+        in_flight_ms: while tensor-parallel collectives of its schedule are in flight.
+        waited_ms: while computation stands still for them.
         static: what is in memory all the time.
         peak_bytes: the most that is in memory.
         memory: (ms, bytes) over time, where it was recorded.
@@ -31,6 +33,8 @@ class StagePrediction:
     optimizer_ms: float
     overhead_ms: float
     communication_ms: float
+    in_flight_ms: float
+    waited_ms: float
     static: StaticMemory
     peak_bytes: int
     memory: tuple[tuple[float, int], ...] = ()
@@ -116,6 +120,8 @@ class Prediction:
                     "optimizer_ms": stage.optimizer_ms,
                     "overhead_ms": stage.overhead_ms,
                     "communication_ms": stage.communication_ms,
+                    "in_flight_ms": stage.in_flight_ms,
+                    "waited_ms": stage.waited_ms,
                     "parameters_bytes": stage.static.parameters_bytes,
                     "gradients_bytes": stage.static.gradients_bytes,
                     "optimizer_bytes": stage.static.optimizer_bytes,

@@ -45,6 +45,8 @@ class PassResult:
         elapsed_ms: until the compute lane is through.
         compute_ms: of its computation, alone.
         communication_ms: of its tensor-parallel collectives, alone.
+        in_flight_ms: while those that its operations start are in flight, but for the loss's small ones.
+        waited_ms: while computation stands still for them.
         data_ms: of its data-parallel collectives, alone.
         data_left_ms: what is left of these when the compute lane is through.
         after_bytes: what it leaves allocated, less what it has freed.
@@ -56,6 +58,8 @@ class PassResult:
     elapsed_ms: float
     compute_ms: float
     communication_ms: float
+    in_flight_ms: float
+    waited_ms: float
     data_ms: float
     data_left_ms: float
     after_bytes: int
@@ -249,7 +253,8 @@ class _Run:
         self._notes: list[tuple[Transfer, str, str, Operation | None]] = []  # transfer, lane, name, operation
         self._arriving = self._gathered(data)
         self._leaving = list(data.leaving)
-        self._compute_ms = 0.0
+        self._flights: list[Transfer] = []  # one after another
+        self._compute_ms = self._waited_ms = 0.0
         self._allocated = self._peak = 0
         self._spans: list[Span] = []
         self._memory: list[tuple[float, int]] = []
@@ -274,6 +279,8 @@ class _Run:
             elapsed_ms=elapsed_ms,
             compute_ms=self._compute_ms,
             communication_ms=self._lane.busy_ms if self._lane is not None else 0.0,
+            in_flight_ms=sum(transfer.end_ms - transfer.start_ms for transfer in self._flights),
+            waited_ms=self._waited_ms,
             data_ms=data_ms,
             data_left_ms=data_left_ms,
             after_bytes=self._allocated,
@@ -294,6 +301,7 @@ class _Run:
         if ms > 0:  # else there is nobody to communicate with, and nothing to wait for
             contention = self._stage.contention_of(operation)
             transfer = self._transfers[operation] = self._clock.start(self._lane, ms, contention)
+            self._flights.append(transfer)
             if self._stage.record:
                 self._notes.append((transfer, "communication", str(operation), operation))
 
@@ -304,7 +312,7 @@ class _Run:
             for started in self._stage.awaited(operation):
                 transfer = self._transfers.get(started)
                 if transfer is not None and transfer.end_ms is None:
-                    clock.wait(transfer)
+                    self._wait(transfer)
         if kind in (Kind.FORWARD, Kind.NORM) and operation.place in self._arriving:
             clock.wait(self._arriving[operation.place])
         start_ms = clock.now_ms
@@ -326,7 +334,16 @@ class _Run:
         for ms in self._stage.inside_ms(operation):
             transfer = self._clock.start(self._lane, ms, self._stage.contention_of(operation))
             self._notes.append((transfer, "communication", f"{operation} inside", operation))
-            self._clock.wait(transfer)
+            if operation.kind is Kind.LOSS:
+                self._clock.wait(transfer)
+            else:
+                self._flights.append(transfer)
+                self._wait(transfer)
+
+    def _wait(self, transfer: Transfer) -> None:
+        since_ms = self._clock.now_ms
+        self._clock.wait(transfer)
+        self._waited_ms += self._clock.now_ms - since_ms
 
     def _account(self, during_bytes: int, after_bytes: int) -> None:
         peak = self._allocated + during_bytes

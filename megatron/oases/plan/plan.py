@@ -35,12 +35,16 @@ class Predicted:
     Args:
         by: `simulator`.
         exposed_ms: communication that nothing hides.
+        in_flight_ms: while tensor-parallel collectives are in flight, on the stage that reports (the last one).
+        waited_ms: while computation there stands still for them.
         memory_bytes: the most on one device.
     """
 
     by: str
     iteration_ms: float
     exposed_ms: float
+    in_flight_ms: float
+    waited_ms: float
     memory_bytes: int
 
 

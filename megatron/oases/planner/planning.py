@@ -162,6 +162,8 @@ class Planning:
                 by="simulator",
                 iteration_ms=simulated.iteration_ms,
                 exposed_ms=simulated.exposed_ms,
+                in_flight_ms=simulated.stages[-1].in_flight_ms,
+                waited_ms=simulated.stages[-1].waited_ms,
                 memory_bytes=simulated.peak_bytes,
             ),
             solver=None

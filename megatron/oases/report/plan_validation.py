@@ -58,13 +58,16 @@ class PlanWorkload:
         )
 
 
+_NARROW_AND_LONG = "--hidden-size 256 --seq-length 512 --max-position-embeddings 512"
 PLAN_WORKLOADS = (
     PlanWorkload(name="reference", nic_gbps=0.5, changes=""),
     PlanWorkload(
         name="narrow and long",
         nic_gbps=0.25,
-        changes="--hidden-size 256 --seq-length 512 --max-position-embeddings 512",
+        changes=_NARROW_AND_LONG,
     ),
+    # Degree 4 fits for all blocks, degree 2 for most of them only.
+    PlanWorkload(name="narrow and long, little memory", nic_gbps=0.25, changes=_NARROW_AND_LONG, memory_gib=0.0516),
 )
 
 

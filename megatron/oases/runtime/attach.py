@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.oases.errors import UsageError
+from megatron.oases.meter import Meter
 from megatron.oases.plan import LayerDegrees
 from megatron.oases.runtime.building import rebuild
 from megatron.oases.runtime.executor import Observer, unobserved
@@ -34,6 +35,7 @@ def attach_schedule(
     micro_batches: Callable[[], int] = lambda: 1,
     without: frozenset[Idea] = frozenset(),
     observer: Observer = unobserved,
+    meter: Meter | None = None,
 ) -> ScheduledStage:
     """Lets a schedule run `model` from tokens to loss, in training and in evaluation.
 
@@ -56,6 +58,7 @@ def attach_schedule(
             forward and backward before the next one, as Megatron's does without pipeline parallelism.
         without: ideas of the schedule to leave out, to measure what they gain. No result depends on it.
         observer: stands around every operation that runs, to time or draw it.
+        meter: is told of every collective of the schedule.
 
     Raises:
         UsageError: the model has something that the schedule cannot run.
@@ -65,7 +68,7 @@ def attach_schedule(
     degrees = degrees or [LayerDegrees(tensor.size(), tensor.size())] * config.num_layers
     if along_sequence and any(degree != tensor.size() for layer in degrees for degree in layer):
         raise ValueError("sub-groups share samples: no sub-batches along the sequence")
-    groups = SubGroups(tensor, {degree for layer in degrees for degree in layer})
+    groups = SubGroups(tensor, {degree for layer in degrees for degree in layer}, meter=meter)
     own = [layer.layer_number - 1 for layer in model.decoder.layers]
     degrees = [degrees[number] for number in own]
     for layer, layer_degrees in zip(model.decoder.layers, degrees, strict=True):

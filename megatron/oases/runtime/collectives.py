@@ -5,10 +5,13 @@ With NCCL `wait` makes the current stream wait and returns at once; with gloo it
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from megatron.oases.meter import Meter
 
 
 @dataclass(slots=True)
@@ -22,6 +25,7 @@ class InFlight:
     work: dist.Work | None
     source: torch.Tensor | None = None
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
+    meter: Meter | None = None
 
     def is_completed(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -29,7 +33,8 @@ class InFlight:
     def wait(self) -> torch.Tensor:
         """Returns what the collective brought, valid for what is issued next on the current stream."""
         if self.work is not None:
-            self.work.wait()
+            with nullcontext() if self.meter is None else self.meter.waiting():
+                self.work.wait()
         self.source = None
         return self.tensor if self.arrange is None else self.arrange(self.tensor)
 
@@ -39,10 +44,12 @@ class Collectives:
 
     Args:
         group: the tensor-parallel process group, or one inside it.
+        meter: is told of them.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, meter: Meter | None = None):
         self._group = group
+        self._meter = meter
         self.size = group.size()
 
     @property
@@ -54,23 +61,29 @@ class Collectives:
         """Starts summing `tensor` (contiguous, any shape) in place over the group."""
         if self.size == 1:
             return InFlight(tensor, None)
-        return InFlight(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+        return self._started(tensor, lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def all_gather(self, tensor: torch.Tensor) -> InFlight:
         """Starts gathering `tensor` [s/t, ...] of every rank along the first dimension, to [s, ...]."""
         if self.size == 1:
             return InFlight(tensor, None)
         gathered = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
-        work = dist.all_gather_into_tensor(gathered, tensor, group=self._group, async_op=True)
-        return InFlight(gathered, work, source=tensor)
+        return self._started(
+            gathered,
+            lambda: dist.all_gather_into_tensor(gathered, tensor, group=self._group, async_op=True),
+            source=tensor,
+        )
 
     def reduce_scatter(self, tensor: torch.Tensor) -> InFlight:
         """Starts summing `tensor` [s, ...] over the group; each rank gets its part [s/t, ...]."""
         if self.size == 1:
             return InFlight(tensor, None)
         part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        work = dist.reduce_scatter_tensor(part, tensor, group=self._group, async_op=True)
-        return InFlight(part, work, source=tensor)
+        return self._started(
+            part,
+            lambda: dist.reduce_scatter_tensor(part, tensor, group=self._group, async_op=True),
+            source=tensor,
+        )
 
     def all_to_all(self, tensor: torch.Tensor, *, send: Sequence[int], receive: Sequence[int]) -> InFlight:
         """Starts sending `tensor` [sum of `send`] to the ranks of the group, in pieces of these lengths.
@@ -78,7 +91,19 @@ class Collectives:
         `receive` are the lengths of what comes from them, which is put one behind the other.
         """
         received = tensor.new_empty(sum(receive))
-        work = dist.all_to_all_single(
-            received, tensor, list(receive), list(send), group=self._group, async_op=True
+        return self._started(
+            received,
+            lambda: dist.all_to_all_single(
+                received, tensor, list(receive), list(send), group=self._group, async_op=True
+            ),
+            source=tensor,
         )
-        return InFlight(received, work, source=tensor)
+
+    def _started(
+        self, tensor: torch.Tensor, start: Callable[[], dist.Work], *, source: torch.Tensor | None = None
+    ) -> InFlight:
+        if self._meter is None:
+            return InFlight(tensor, start(), source=source)
+        with self._meter.starting() as flight:
+            flight.work = start()
+        return InFlight(tensor, flight.work, source=source, meter=self._meter)

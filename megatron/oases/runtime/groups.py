@@ -9,6 +9,7 @@ from math import lcm
 
 import torch.distributed as dist
 
+from megatron.oases.meter import Meter
 from megatron.oases.runtime.collectives import Collectives
 
 
@@ -29,9 +30,11 @@ class SubGroups:
     Args:
         tensor: the tensor-parallel group, of T ranks.
         degrees: those of all blocks of the model, also of other pipeline stages.
+        meter: is told of their collectives.
     """
 
-    def __init__(self, tensor: dist.ProcessGroup, degrees: Collection[int]):
+    def __init__(self, tensor: dist.ProcessGroup, degrees: Collection[int], *, meter: Meter | None = None):
+        self._meter = meter
         self.size, self.rank = tensor.size(), tensor.rank()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {(1, self.size): tensor}
         self._collectives: dict[tuple[int, int], Collectives] = {}
@@ -64,5 +67,5 @@ class SubGroups:
     def collectives(self, inner: int, outer: int) -> Collectives:
         """Those of this rank's group among `members(inner, outer, T)`."""
         if (inner, outer) not in self._collectives:
-            self._collectives[inner, outer] = Collectives(self._groups[inner, outer])
+            self._collectives[inner, outer] = Collectives(self._groups[inner, outer], self._meter)
         return self._collectives[inner, outer]

@@ -1,0 +1,144 @@
+"""How long a rank's collectives are in flight, and how long its computation stands still for them: what a run itself can tell.
+
+Slow-down of computation by what is in flight does not show here; that takes a run without collectives (`--oases-only compute`).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Of some time of one rank.
+
+    Args:
+        in_flight_ms: while at least one collective was.
+        waited_ms: while computation stood still for one.
+    """
+
+    in_flight_ms: float
+    waited_ms: float
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the time in flight in which something was computed; None where nothing was in flight."""
+        if self.in_flight_ms == 0:
+            return None
+        return min(max(1 - self.waited_ms / self.in_flight_ms, 0.0), 1.0)
+
+
+class Meter(Protocol):
+    """Told of each collective by who starts it."""
+
+    @contextmanager
+    def starting(self) -> Iterator["Flight"]:
+        """Round the start of a collective; the flight wants its work."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Round the wait for one."""
+
+    def take(self) -> Communication:
+        """What was since the last call. All that was started must have been waited for."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """One collective. Times are seconds of the host's clock, or events."""
+
+    start: float | torch.cuda.Event
+    work: dist.Work | None = None
+    end: float | torch.cuda.Event | None = None
+
+
+@dataclass
+class HostMeter:
+    """For gloo, whose collectives end on threads of their own while the host computes."""
+
+    _flights: list[Flight] = field(default_factory=list)
+    _waited_s: float = 0.0
+
+    @contextmanager
+    def starting(self) -> Iterator[Flight]:
+        flight = Flight(time.perf_counter())
+        yield flight
+
+        def ended(_: torch.futures.Future) -> None:
+            flight.end = time.perf_counter()
+
+        flight.work.get_future().add_done_callback(ended)
+        self._flights.append(flight)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - start_s
+
+    def take(self) -> Communication:
+        flights, waited_s = self._flights, self._waited_s
+        self._flights, self._waited_s = [], 0.0
+        now_s = time.perf_counter()  # of a collective whose thread has not yet said that it has ended
+        spans_ms = [(flight.start * 1e3, (flight.end or now_s) * 1e3) for flight in flights]
+        return Communication(in_flight_ms=union_ms(spans_ms), waited_ms=waited_s * 1e3)
+
+
+@dataclass
+class CudaMeter:
+    """For NCCL: events on the stream that computes, and, for the ends, on one that only waits."""
+
+    _flights: list[Flight] = field(default_factory=list)
+    _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _side: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def starting(self) -> Iterator[Flight]:
+        flight = Flight(_event())
+        yield flight
+        self._side = self._side or torch.cuda.Stream()
+        with torch.cuda.stream(self._side):
+            flight.work.wait()
+            flight.end = _event()
+        self._flights.append(flight)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = _event()
+        yield
+        self._waits.append((start, _event()))
+
+    def take(self) -> Communication:
+        flights, waits = self._flights, self._waits
+        self._flights, self._waits = [], []
+        if not flights:
+            return Communication(in_flight_ms=0.0, waited_ms=0.0)
+        torch.cuda.synchronize()
+        first = flights[0].start
+        spans_ms = [(first.elapsed_time(flight.start), first.elapsed_time(flight.end)) for flight in flights]
+        waited_ms = sum(start.elapsed_time(end) for start, end in waits)
+        return Communication(in_flight_ms=union_ms(spans_ms), waited_ms=waited_ms)
+
+
+def meter_of(device: Literal["cuda", "cpu"]) -> Meter:
+    return CudaMeter() if device == "cuda" else HostMeter()
+
+
+def union_ms(spans_ms: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of spans (start, end)."""
+    total_ms, until_ms = 0.0, float("-inf")
+    for start_ms, end_ms in sorted(spans_ms):
+        total_ms += max(0.0, end_ms - max(start_ms, until_ms))
+        until_ms = max(until_ms, end_ms)
+    return total_ms
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
