@@ -41,8 +41,8 @@ class Meter(Protocol):
         """Round the start of a collective; the flight wants its work."""
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Round the wait for one."""
+    def waiting(self, flight: "Flight") -> Iterator[None]:
+        """Round the wait for it."""
 
     def take(self) -> Communication:
         """What was since the last call. All that was started must have been waited for."""
@@ -59,7 +59,10 @@ class Flight:
 
 @dataclass
 class HostMeter:
-    """For gloo, whose collectives end on threads of their own while the host computes."""
+    """For gloo, whose collectives end on threads of their own while the host computes.
+
+    Its reduce-scatter tells nobody when it has ended: that counts as in flight until it was waited for.
+    """
 
     _flights: list[Flight] = field(default_factory=list)
     _waited_s: float = 0.0
@@ -70,22 +73,26 @@ class HostMeter:
         yield flight
 
         def ended(_: torch.futures.Future) -> None:
-            flight.end = time.perf_counter()
+            flight.end = flight.end or time.perf_counter()
 
-        flight.work.get_future().add_done_callback(ended)
+        try:
+            flight.work.get_future().add_done_callback(ended)
+        except RuntimeError:  # "not implemented"
+            pass
         self._flights.append(flight)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, flight: Flight) -> Iterator[None]:
         start_s = time.perf_counter()
         yield
-        self._waited_s += time.perf_counter() - start_s
+        end_s = time.perf_counter()
+        self._waited_s += end_s - start_s
+        flight.end = flight.end or end_s
 
     def take(self) -> Communication:
         flights, waited_s = self._flights, self._waited_s
         self._flights, self._waited_s = [], 0.0
-        now_s = time.perf_counter()  # of a collective whose thread has not yet said that it has ended
-        spans_ms = [(flight.start * 1e3, (flight.end or now_s) * 1e3) for flight in flights]
+        spans_ms = [(flight.start * 1e3, flight.end * 1e3) for flight in flights]
         return Communication(in_flight_ms=union_ms(spans_ms), waited_ms=waited_s * 1e3)
 
 
@@ -108,7 +115,7 @@ class CudaMeter:
         self._flights.append(flight)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, flight: Flight) -> Iterator[None]:
         start = _event()
         yield
         self._waits.append((start, _event()))

@@ -39,18 +39,33 @@ def _fly(meter, seconds: float):
     with meter.starting() as flight:
         flight.work = _Work()
     threading.Timer(seconds, flight.work.end).start()
-    return flight.work
+    return flight
+
+
+def test_what_does_not_say_when_it_ends_is_in_flight_until_it_was_waited_for():
+    class Silent:
+        def get_future(self):
+            raise RuntimeError("Work::getFuture not implemented.")
+
+    meter, pause = HostMeter(), threading.Event()
+    with meter.starting() as flight:
+        flight.work = Silent()
+    pause.wait(0.05)
+    with meter.waiting(flight):
+        pause.wait(0.02)
+    told = meter.take()
+    assert told.in_flight_ms >= 70 > told.waited_ms >= 20
 
 
 def test_the_host_times_what_ends_on_another_thread():
     meter, pause = HostMeter(), threading.Event()
-    work = _fly(meter, 0.05)
+    _fly(meter, 0.05)
     pause.wait(0.1)  # computes for longer than the collective takes: it is hidden
     hidden = meter.take()
     assert 45 <= hidden.in_flight_ms < 95 and hidden.waited_ms == 0
-    work = _fly(meter, 0.05)
-    with meter.waiting():
-        work.get_future().wait()
+    flight = _fly(meter, 0.05)
+    with meter.waiting(flight):
+        flight.work.get_future().wait()
     waited = meter.take()
     assert waited.waited_ms == pytest.approx(waited.in_flight_ms, abs=20)
     assert meter.take() == Communication(in_flight_ms=0, waited_ms=0), "each is told once"
@@ -71,7 +86,9 @@ PLANNED = Predicted(by="simulator", iteration_ms=1000, exposed_ms=90, in_flight_
 
 def _lines(waited_ms, *, predicted=PLANNED, interval=None, reports=True):
     said = []
-    meter = _Meter(*(Communication(in_flight_ms=100, waited_ms=each) for each in waited_ms))
+    evaluated = Communication(in_flight_ms=7, waited_ms=7)  # between two steps
+    told = [each for ms in waited_ms for each in (evaluated, Communication(in_flight_ms=100, waited_ms=ms))]
+    meter = _Meter(*told)
     evidence = Evidence(meter, predicted=predicted, plan="--oases-plan plan.json", interval=interval, say=said.append)
     step = evidence.watch(lambda *args, iteration: ("result", args, iteration), lambda: reports)
     for number in range(len(waited_ms)):

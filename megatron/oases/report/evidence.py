@@ -53,6 +53,7 @@ class Evidence:
 
         @functools.wraps(train_step)
         def run(*args: Any, iteration: int, **kwargs: Any) -> tuple:
+            self._meter.take()  # what an evaluation has left
             start_s = time.perf_counter()
             # Gradient clipping and the loss that is logged need values on the host: a step ends when the device has ended.
             result = train_step(*args, iteration=iteration, **kwargs)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.oases.meter import Meter
+from megatron.oases.meter import Flight, Meter
 
 
 @dataclass(slots=True)
 class InFlight:
     """A collective that was started. `work` is None where there was nothing to do.
 
-    `source` is what the collective reads: it must stay alive until the end. `arrange` puts what it brought into shape.
+    `source` is what the collective reads: it must stay alive until the end. `arrange` puts what it brought into shape. Whoever has
+    a `meter` gives the `flight` that it is told of.
     """
 
     tensor: torch.Tensor
@@ -26,6 +27,7 @@ class InFlight:
     source: torch.Tensor | None = None
     arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
     meter: Meter | None = None
+    flight: Flight | None = None
 
     def is_completed(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -33,7 +35,7 @@ class InFlight:
     def wait(self) -> torch.Tensor:
         """Returns what the collective brought, valid for what is issued next on the current stream."""
         if self.work is not None:
-            with nullcontext() if self.meter is None else self.meter.waiting():
+            with nullcontext() if self.meter is None else self.meter.waiting(self.flight):
                 self.work.wait()
         self.source = None
         return self.tensor if self.arrange is None else self.arrange(self.tensor)
@@ -106,4 +108,4 @@ class Collectives:
             return InFlight(tensor, start(), source=source)
         with self._meter.starting() as flight:
             flight.work = start()
-        return InFlight(tensor, flight.work, source=source, meter=self._meter)
+        return InFlight(tensor, flight.work, source=source, meter=self._meter, flight=flight)
