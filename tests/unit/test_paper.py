@@ -37,7 +37,7 @@ def test_the_papers_figures_are_the_published_ones():
 
 def _row(cluster="rtx3090x4", model=MODELS[1], **times_ms) -> Row:
     times_ms = {"megatron": 195.0, "alpa": 176.0, "wang": 145.0, "merak": 153.0, "oases": 100.0} | times_ms
-    return Row(cluster=cluster, model=model, tensor=4, times_ms=times_ms, degrees="4x24")
+    return Row(cluster=cluster, model=model, devices=32, tensor=4, times_ms=times_ms, degrees="4x24")
 
 
 def test_what_is_said_of_a_row():

@@ -111,7 +111,7 @@ class ActivationMemory:
     def effect(self, operation: Operation) -> Effect:
         place, kind = operation.place, operation.kind
         part, layout = self._layout.chain[place], self._layout
-        size = self._sizes_of(self._samples(operation), part)
+        size = self._sizes_of(self._sizes[layout.sub_batch_of(operation)], part)
         gathers = layout.sequence_parallel and part.role is not Role.EMBEDDING
         between = size.between
         begins, ends = place == 0 and not layout.has_embedding, place == len(layout.chain) - 1 and not layout.has_head
@@ -200,7 +200,7 @@ class ActivationMemory:
     def _reshard(self, operation: Operation) -> Effect:
         """What arrives takes the place of what was there, beside what was received meanwhile."""
         kind, place, layout = operation.kind, operation.place, self._layout
-        samples, chain = self._samples(operation), layout.chain
+        samples, chain = self._sizes[layout.sub_batch_of(operation)], layout.chain
         forth = Redistribution(layout.sub_groups_before(place), chain[place].sub_groups)
         back = kind in (Kind.RESHARD_GRAD, Kind.LEAVE)
         step = forth.reversed() if back else forth
@@ -244,10 +244,6 @@ class ActivationMemory:
         """[b, heads/t, s, s], where they are stored: `s / head size` times the context."""
         model = self._workload.model
         return size.row * model.sequence // model.head_size if model.stores_scores else 0
-
-    def _samples(self, operation: Operation) -> int:
-        """Of its sub-batch. Where there is one only, its pieces may be counted instead."""
-        return self._sizes[operation.sub_batch if len(self._sizes) > 1 else 0]
 
     def _sizes_of(self, samples: int, part: Part) -> _Sizes:
         key = samples, part.role, part.sub_groups

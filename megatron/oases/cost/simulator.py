@@ -4,7 +4,6 @@ One list (a forward pass, a backward pass, or one of each together) is simulated
 collectives of a list are waited for within it, so what comes before has no influence on how long it takes.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,16 +185,15 @@ class StageSimulator:
     def awaited(self, operation: Operation) -> tuple[Operation, ...]:
         """The collectives that an operation waits for, whether or not there is anybody to communicate with."""
         if self._layout.pieces > 1:
-            awaited = self._layout.awaited(operation)
-            return tuple(dataclasses.replace(each, micro_batch=operation.micro_batch) for each in awaited)
+            return self._layout.awaited(operation)
         kind = AWAITS.get(operation.kind)
         if kind is None:
             return ()
         return (Operation(kind, operation.place, operation.sub_batch, operation.micro_batch),)
 
     def _samples(self, operation: Operation) -> int:
-        """Of its sub-batch. Where there is one only, its pieces may be counted instead."""
-        return self._sizes[operation.sub_batch if len(self._sizes) > 1 else 0]
+        """Of its sub-batch."""
+        return self._sizes[self._layout.sub_batch_of(operation)]
 
     def _pieces(self, operation: Operation) -> int:
         """Into how many pieces its collective or its GEMM is cut."""

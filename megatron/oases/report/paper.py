@@ -90,9 +90,15 @@ class Row:
 
     cluster: str
     model: tuple[int, int]
+    devices: int
     tensor: int
     times_ms: Mapping[str, float]
     degrees: str  # of the plan of oases
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size."""
+        return self.devices // self.tensor
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -194,7 +200,8 @@ def _row_at(
             return None
         times_ms[system] = best.simulated.iteration_ms
     times_ms["wang"] = min(times_ms.pop(name) for name in decomposed)
-    return Row(cluster=cluster, model=model, tensor=tensor, times_ms=times_ms, degrees=degrees_of(best.layers))
+    layout = {"devices": world_size, "tensor": tensor}
+    return Row(cluster=cluster, model=model, **layout, times_ms=times_ms, degrees=degrees_of(best.layers))
 
 
 ASSUMED = Assumptions(name="assumed")

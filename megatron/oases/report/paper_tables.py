@@ -46,8 +46,7 @@ def cluster_table(reproduction: Reproduction, cluster: str) -> Table:
         for system in SYSTEMS[1:]:
             ours, papers = row.speedups[system], row.paper[system]
             cells.append(f"{ours:.2f} / {papers:.2f} ({ours - papers:+.2f})")
-        layout = f"{row.tensor} x {reproduction.assumptions.devices // row.tensor}"
-        table.add_row(_name(row), layout, *cells, f"{row.error:.2f}", f"{row.rank_agreement:.2f}", row.degrees)
+        table.add_row(_name(row), f"{row.tensor} x {row.data}", *cells, f"{row.error:.2f}", f"{row.rank_agreement:.2f}", row.degrees)
     return table
 
 
@@ -83,9 +82,8 @@ def write_csv(path: Path, reproduction: Reproduction) -> None:
         writer.writerow(("cluster", "hidden_size", "layers", "tp", "dp", "system", "simulated_ms", "simulated", "paper"))
         for row in reproduction.rows:
             for system in SYSTEMS:
-                data = reproduction.assumptions.devices // row.tensor
                 times = (f"{row.times_ms[system]:.1f}", f"{row.speedups[system]:.3f}", f"{row.paper[system]:.2f}")
-                writer.writerow((row.cluster, *row.model, row.tensor, data, system, *times))
+                writer.writerow((row.cluster, *row.model, row.tensor, row.data, system, *times))
 
 
 def write_markdown(path: Path, reproduction: Reproduction) -> None:
@@ -94,8 +92,7 @@ def write_markdown(path: Path, reproduction: Reproduction) -> None:
     lines += [f"| cluster | H / L | TP x DP | {' | '.join(SYSTEMS)} |", "|---" * (3 + len(SYSTEMS)) + "|"]
     for row in reproduction.rows:
         cells = [f"{row.speedups[system]:.2f} / {row.paper[system]:.2f}" for system in SYSTEMS]
-        layout = f"{row.tensor} x {reproduction.assumptions.devices // row.tensor}"
-        lines.append(f"| {CLUSTERS[row.cluster]} | {_name(row)} | {layout} | {' | '.join(cells)} |")
+        lines.append(f"| {CLUSTERS[row.cluster]} | {_name(row)} | {row.tensor} x {row.data} | {' | '.join(cells)} |")
     path.write_text("\n".join(lines) + "\n")
 
 

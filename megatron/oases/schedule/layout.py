@@ -123,6 +123,10 @@ class Layout:
         in_pieces = self.pieces > 1 and kind in _IN_PIECES and self.chain[place].role is not Role.EMBEDDING
         return self.pieces if in_pieces else self.sub_batches
 
+    def sub_batch_of(self, operation: Operation) -> int:
+        """The sub-batch that it works on. Where there is one only, its pieces may be counted instead."""
+        return operation.sub_batch if self.sub_batches > 1 else 0
+
     def awaited(self, operation: Operation) -> tuple[Operation, ...]:
         """The collectives that an operation waits for."""
         kind, place = AWAITS.get(operation.kind), operation.place
