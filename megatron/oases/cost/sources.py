@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.oases.available import Available
+from megatron.oases.cost.cluster import Cluster
 from megatron.oases.cost.cluster_file import load_cluster
 from megatron.oases.cost.model import CostModel
 from megatron.oases.cost.options import options_of
@@ -55,7 +56,11 @@ def cluster_source(name_or_file: str, *, fp32_as: str = "fp32") -> CostSource:
 
     `fp32_as`: how matrix products of fp32 tensors are computed: `fp32` or `tf32`.
     """
-    cluster = load_cluster(name_or_file)
+    return source_of(load_cluster(name_or_file), fp32_as=fp32_as)
+
+
+def source_of(cluster: Cluster, *, fp32_as: str = "fp32") -> CostSource:
+    """A cluster as `load_cluster` gives it. `fp32_as`: see `cluster_source`."""
 
     def cost(workload: Workload, args: Namespace, system: System) -> CostModel:
         dtype = "fp16" if args.fp16 else "bf16" if args.bf16 else fp32_as

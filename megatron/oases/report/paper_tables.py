@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from megatron.oases.report.measured import ABLATION, COMPARED, MeasuredModel, scaled_down
 from megatron.oases.report.paper import BASELINES, CLUSTERS, SYSTEMS, Assumptions, Reproduction, Row
 
 _FIGURE_INCHES = (12, 7)
@@ -20,9 +21,9 @@ def describe(assumptions: Assumptions) -> str:
     )
 
 
-def _name(row: Row) -> str:
-    hidden_size, layers = row.model
-    return f"{hidden_size} / {layers}"
+def model_name(model: Sequence[int]) -> str:
+    """As the launch scripts have it: `hidden size x layers`."""
+    return f"{model[0]}x{model[1]}"
 
 
 def cluster_table(reproduction: Reproduction, cluster: str) -> Table:
@@ -35,7 +36,7 @@ def cluster_table(reproduction: Reproduction, cluster: str) -> Table:
         f"Assumed: {describe(reproduction.assumptions)}.",
         caption_justify="left",
     )
-    table.add_column("H / L", no_wrap=True)
+    table.add_column("H x L", no_wrap=True)
     table.add_column("TP x DP", no_wrap=True)
     for system in SYSTEMS[1:]:
         table.add_column(system, justify="right", no_wrap=True)
@@ -46,7 +47,7 @@ def cluster_table(reproduction: Reproduction, cluster: str) -> Table:
         for system in SYSTEMS[1:]:
             ours, papers = row.speedups[system], row.paper[system]
             cells.append(f"{ours:.2f} / {papers:.2f} ({ours - papers:+.2f})")
-        table.add_row(_name(row), f"{row.tensor} x {row.data}", *cells, f"{row.error:.2f}", f"{row.rank_agreement:.2f}", row.degrees)
+        table.add_row(model_name(row.model), f"{row.tensor} x {row.data}", *cells, f"{row.error:.2f}", f"{row.rank_agreement:.2f}", row.degrees)
     return table
 
 
@@ -75,6 +76,49 @@ def summary_table(reproductions: Sequence[Reproduction]) -> Table:
     return table
 
 
+def measured_table(models: Sequence[MeasuredModel]) -> Table:
+    """What ran on the emulated cluster: a row a model."""
+    settings = models[0].settings
+    table = Table(
+        title=f"Throughput relative to Megatron, measured: 2 emulated servers of one device, NIC {settings.nic_gbps:g} Gbit/s",
+        title_justify="left",
+        caption=f"Medians over {settings.rounds} rounds of {settings.iterations} iterations. Efficiency: the slower half of what "
+        "oases computes and communicates, each alone, over the measured time. Loss: largest difference of any run from Megatron's.",
+        caption_justify="left",
+    )
+    for heading in ("H x L", "run as", "megatron\nms"):
+        table.add_column(heading, no_wrap=True)
+    for system in COMPARED[1:]:
+        table.add_column(system, justify="right", no_wrap=True)
+    headings = ("oases over the\npaper's fastest", "efficiency\nmegatron, oases", "degrees\nalpa, oases", "loss")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in models:
+        table.add_row(
+            model_name(each.model),
+            model_name(scaled_down(each.model)),
+            f"{each.measured_ms('megatron'):.0f}",
+            *(f"{each.speedup(system):.2f}" for system in COMPARED[1:]),
+            f"{each.over_best_baseline:.2f} ({each.best_baseline})",
+            ", ".join(f"{each.efficiency(system):.2f}" for system in ("megatron", "oases")),
+            f"{each.degrees['alpa']}, {each.degrees['oases']}",
+            f"{each.loss_difference:.0e}",
+        )
+    return table
+
+
+def ablation_table(models: Sequence[MeasuredModel]) -> Table:
+    """What oases is made of, one by one: a row a model."""
+    table = Table(title="Speed-up over Megatron of what oases is made of, measured", title_justify="left")
+    table.add_column("H x L", no_wrap=True)
+    for name in ABLATION:
+        table.add_column(name, justify="right")
+    for each in models:
+        speedups = (f"{each.speedup(system):.2f}" for system in ABLATION.values())
+        table.add_row(model_name(each.model), *speedups)
+    return table
+
+
 def write_csv(path: Path, reproduction: Reproduction) -> None:
     """One line a cell."""
     with path.open("w", newline="") as file:
@@ -89,10 +133,10 @@ def write_csv(path: Path, reproduction: Reproduction) -> None:
 def write_markdown(path: Path, reproduction: Reproduction) -> None:
     """Both tables, simulated / paper."""
     lines = [f"Simulated / paper. {describe(reproduction.assumptions)}.", ""]
-    lines += [f"| cluster | H / L | TP x DP | {' | '.join(SYSTEMS)} |", "|---" * (3 + len(SYSTEMS)) + "|"]
+    lines += [f"| cluster | H x L | TP x DP | {' | '.join(SYSTEMS)} |", "|---" * (3 + len(SYSTEMS)) + "|"]
     for row in reproduction.rows:
         cells = [f"{row.speedups[system]:.2f} / {row.paper[system]:.2f}" for system in SYSTEMS]
-        lines.append(f"| {CLUSTERS[row.cluster]} | {_name(row)} | {row.tensor} x {row.data} | {' | '.join(cells)} |")
+        lines.append(f"| {CLUSTERS[row.cluster]} | {model_name(row.model)} | {row.tensor} x {row.data} | {' | '.join(cells)} |")
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -109,7 +153,7 @@ def draw_bars(path: Path, reproduction: Reproduction) -> None:
             axes.bar(places, [row.speedups[system] for row in rows], width, label=system)
             papers = [row.paper[system] for row in rows]
             axes.plot(places, papers, "k_", markersize=9, label="the paper's" if system == SYSTEMS[-1] else None)
-        axes.set_xticks(range(len(rows)), [_name(row) for row in rows])
+        axes.set_xticks(range(len(rows)), [model_name(row.model) for row in rows])
         axes.set_title(f"32 x RTX 3090, {name}, simulated")
         axes.set_ylabel("throughput / Megatron-LM's")
         axes.legend(ncols=len(SYSTEMS) + 1, fontsize="small")
