@@ -50,7 +50,8 @@ def pretrain_gpt(device: str) -> None:
     if args.load is not None or args.pretrained_checkpoint is not None:
         training_checkpointing.apply()
     with megatron_refusals():
-        meter = meter_of(device) if config.is_scheduled and config.only is None else None
+        is_metered = config.is_scheduled and config.only is None
+        meter = meter_of(args.distributed_backend) if is_metered else None
         container = pretrain_cfg_container_from_args(args, gpt.model_config(args, config, meter=meter))
     with reported(args, config), evidenced(config, meter):
         training.pretrain(container, gpt.build_datasets, ModelType.encoder_or_decoder, gpt.forward_step)

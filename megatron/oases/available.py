@@ -80,6 +80,7 @@ def choose_defaults(
     # Transformer Engine's core attention knows no chunks of a sequence.
     if available.transformer_engine and schedule != "vanilla" and split == "batch":
         choices.append(("oases_core_attention", "te", "--oases-core-attention te"))
+        core_attention = core_attention if "oases_core_attention" in given else "te"
     if not available.transformer_engine:
         choices.append(("apply_rope_fusion", False, "--no-rope-fusion"))
     if not available.fused_wgrad:
@@ -92,10 +93,10 @@ def choose_defaults(
         choices.append(("bias_gelu_fusion", False, "--no-bias-gelu-fusion"))
         choices.append(("bias_swiglu_fusion", False, "--no-bias-swiglu-fusion"))
         choices.append(("bias_dropout_fusion", False, "--no-bias-dropout-fusion"))
-        if not getattr(given, "reset_attention_mask", False):
-            choices.append(
-                ("create_attention_mask_in_dataloader", False, "--no-create-attention-mask-in-dataloader")
-            )
+    # Without a mask in memory, these know that attention is causal, and take faster kernels.
+    knows_causal = not available.cuda or core_attention in ("sdpa", "te")
+    if knows_causal and not getattr(given, "reset_attention_mask", False):
+        choices.append(("create_attention_mask_in_dataloader", False, "--no-create-attention-mask-in-dataloader"))
     if not _installed("one_logger"):
         # Megatron would advise to install a package that NVIDIA keeps to itself. Not worth a line.
         parser.set_defaults(enable_one_logger=False)

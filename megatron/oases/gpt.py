@@ -5,6 +5,7 @@ Imports Megatron, so on the CPU `megatron.oases.host.activate` comes first.
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -65,6 +66,7 @@ def model_config(args: Namespace, config: OasesConfig, *, meter: Meter | None = 
                     micro_batches=get_num_microbatches,
                     without=config.ablate,
                     meter=meter,
+                    timeout=timedelta(minutes=args.distributed_timeout_minutes),
                 )
             return chunks
 

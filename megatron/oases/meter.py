@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,17 @@ class Communication:
 
 
 class Meter(Protocol):
-    """Told of each collective by who starts it."""
+    """Told of each collective by who starts it, while it is on.
+
+    `disturbs`: whether what it does may cost overlap, so that only samples should be taken.
+    """
+
+    disturbs: ClassVar[bool]
+    is_on: bool
 
     @contextmanager
     def starting(self) -> Iterator["Flight"]:
-        """Round the start of a collective; the flight wants its work."""
+        """Round the start of a collective. The flight wants its work, and gives it up: a work holds its tensors."""
 
     @contextmanager
     def waiting(self, flight: "Flight") -> Iterator[None]:
@@ -64,6 +70,8 @@ class HostMeter:
     Its reduce-scatter tells nobody when it has ended: that counts as in flight until it was waited for.
     """
 
+    disturbs: ClassVar[bool] = False
+    is_on: bool = False
     _flights: list[Flight] = field(default_factory=list)
     _waited_s: float = 0.0
 
@@ -79,6 +87,7 @@ class HostMeter:
             flight.work.get_future().add_done_callback(ended)
         except RuntimeError:  # "not implemented"
             pass
+        flight.work = None
         self._flights.append(flight)
 
     @contextmanager
@@ -98,8 +107,13 @@ class HostMeter:
 
 @dataclass
 class CudaMeter:
-    """For NCCL: events on the stream that computes, and, for the ends, on one that only waits."""
+    """For NCCL: events on the stream that computes, and, for the ends, on one that only waits.
 
+    With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) such an event may hold up what is issued after it.
+    """
+
+    disturbs: ClassVar[bool] = True
+    is_on: bool = False
     _flights: list[Flight] = field(default_factory=list)
     _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     _side: torch.cuda.Stream | None = None
@@ -112,6 +126,7 @@ class CudaMeter:
         with torch.cuda.stream(self._side):
             flight.work.wait()
             flight.end = _event()
+        flight.work = None
         self._flights.append(flight)
 
     @contextmanager
@@ -132,8 +147,9 @@ class CudaMeter:
         return Communication(in_flight_ms=union_ms(spans_ms), waited_ms=waited_ms)
 
 
-def meter_of(device: Literal["cuda", "cpu"]) -> Meter:
-    return CudaMeter() if device == "cuda" else HostMeter()
+def meter_of(backend: str) -> Meter:
+    """For collectives of `gloo` or `nccl`."""
+    return HostMeter() if backend == "gloo" else CudaMeter()
 
 
 def union_ms(spans_ms: Sequence[tuple[float, float]]) -> float:

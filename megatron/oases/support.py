@@ -128,6 +128,11 @@ UNSUPPORTED = (
         _set("account_for_loss_in_pipeline_split"),
     ),
     Unsupported(
+        "--te-rng-tracker",
+        "dropout from a random state that replays cannot go back to",
+        lambda args: bool(getattr(args, "te_rng_tracker", None)) and max(args.hidden_dropout, args.attention_dropout) > 0,
+    ),
+    Unsupported(
         "--recompute-num-layers",
         "fewer kept activations than one a block (with --recompute-method uniform, use 1)",
         lambda args: args.recompute_method == "uniform" and (args.recompute_num_layers or 1) > 1,

@@ -90,6 +90,22 @@ def test_what_the_user_wrote_stays_and_is_not_mentioned(parser):
     assert "--no-rope-fusion" not in flags
 
 
+@pytest.mark.parametrize(
+    ("available", "schedule", "argv", "has_mask"),
+    [
+        (FULL_GPU, "oases", "", False),
+        (FULL_GPU, "oases", "--oases-core-attention local", True),
+        (FULL_GPU, "vanilla", "", True),
+        (BARE_GPU, "vanilla", "--oases-core-attention sdpa", False),
+        (BARE_GPU, "oases", "--oases-core-attention sdpa --reset-attention-mask", True),
+    ],
+)
+def test_no_mask_is_made_for_attention_that_knows_it_is_causal(parser, available, schedule, argv, has_mask):
+    chosen = "sdpa" if "sdpa" in argv else "local"
+    _, args = _choose(parser, argv.split(), available, schedule=schedule, core_attention=chosen)
+    assert args.create_attention_mask_in_dataloader == has_mask
+
+
 def test_masks_that_the_data_brings_are_kept(parser):
     _, args = _choose(parser, ["--reset-attention-mask"])
     assert args.create_attention_mask_in_dataloader

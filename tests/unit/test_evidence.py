@@ -37,9 +37,9 @@ class _Work:
 
 def _fly(meter, seconds: float):
     with meter.starting() as flight:
-        flight.work = _Work()
-    threading.Timer(seconds, flight.work.end).start()
-    return flight
+        flight.work = work = _Work()
+    threading.Timer(seconds, work.end).start()
+    return flight, work
 
 
 def test_what_does_not_say_when_it_ends_is_in_flight_until_it_was_waited_for():
@@ -63,9 +63,9 @@ def test_the_host_times_what_ends_on_another_thread():
     pause.wait(0.1)  # computes for longer than the collective takes: it is hidden
     hidden = meter.take()
     assert 45 <= hidden.in_flight_ms < 95 and hidden.waited_ms == 0
-    flight = _fly(meter, 0.05)
+    flight, work = _fly(meter, 0.05)
     with meter.waiting(flight):
-        flight.work.get_future().wait()
+        work.get_future().wait()
     waited = meter.take()
     assert waited.waited_ms == pytest.approx(waited.in_flight_ms, abs=20)
     assert meter.take() == Communication(in_flight_ms=0, waited_ms=0), "each is told once"
@@ -74,8 +74,9 @@ def test_the_host_times_what_ends_on_another_thread():
 class _Meter:
     """Gives what it was made with."""
 
-    def __init__(self, *taken):
+    def __init__(self, *taken, disturbs=False):
         self._taken = iter(taken)
+        self.disturbs, self.is_on = disturbs, False
 
     def take(self):
         return next(self._taken)
@@ -86,9 +87,7 @@ PLANNED = Predicted(by="simulator", iteration_ms=1000, exposed_ms=90, in_flight_
 
 def _lines(waited_ms, *, predicted=PLANNED, interval=None, reports=True):
     said = []
-    evaluated = Communication(in_flight_ms=7, waited_ms=7)  # between two steps
-    told = [each for ms in waited_ms for each in (evaluated, Communication(in_flight_ms=100, waited_ms=ms))]
-    meter = _Meter(*told)
+    meter = _Meter(*(Communication(in_flight_ms=100, waited_ms=ms) for ms in waited_ms))
     evidence = Evidence(meter, predicted=predicted, plan="--oases-plan plan.json", interval=interval, say=said.append)
     step = evidence.watch(lambda *args, iteration: ("result", args, iteration), lambda: reports)
     for number in range(len(waited_ms)):
@@ -112,6 +111,38 @@ def test_lines_in_between():
     assert [line.partition(",")[0] for line in said if "warning" not in line] == [
         "oases: iterations 1 to 2", "oases: iterations 3 to 4", "oases: iterations 2 to 5"
     ]  # fmt: skip
+
+
+def test_evaluation_is_not_measured():
+    meter = _Meter(Communication(in_flight_ms=1, waited_ms=1))
+    seen = []
+    evidence = Evidence(meter, predicted=None, plan=None, interval=None, say=lambda line: None)
+    evidence.watch(lambda *, iteration: seen.append(meter.is_on), lambda: True)(iteration=0)
+    assert seen == [True] and not meter.is_on
+
+
+@pytest.mark.parametrize(("interval", "metered"), [(None, [1]), (3, [1, 4]), (1, [0, 1, 2, 3, 4])])
+def test_a_meter_that_disturbs_takes_samples_which_are_not_timed(interval, metered):
+    communication = Communication(in_flight_ms=100, waited_ms=20)
+    meter, seen, said = _Meter(*[communication] * 5, disturbs=True), [], []
+    evidence = Evidence(meter, predicted=None, plan=None, interval=interval, say=said.append)
+    step = evidence.watch(lambda *, iteration: seen.append(meter.is_on), lambda: True)
+    for number in range(5):
+        step(iteration=number)
+    assert [number for number, is_on in enumerate(seen) if is_on] == metered
+    evidence.finish()
+    # With every iteration disturbed there is no honest time to tell.
+    assert bool(said) == (interval != 1)
+
+
+def test_a_flight_keeps_no_work():
+    """A work holds its tensors, and flights are kept for an iteration."""
+    meter = HostMeter()
+    with meter.starting() as flight:
+        flight.work = work = _Work()
+    assert flight.work is None
+    work.end()
+    assert meter.take().in_flight_ms >= 0
 
 
 def test_a_warning_where_a_fifth_less_is_hidden_than_predicted():

@@ -13,6 +13,7 @@ from tests.unit.megatron_parser import shared_parser
 _WITH = {
     "--recompute-num-layers": ["--recompute-method", "uniform"],
     "--recompute-modules": ["--recompute-granularity", "selective"],
+    "--te-rng-tracker": ["--hidden-dropout", "0.1"],
 }
 _PLAIN = ["--micro-batch-size", "4", "--transformer-impl", "local", "--tensor-model-parallel-size", "2"]
 # A value that asks for the feature; switches need none.

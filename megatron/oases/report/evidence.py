@@ -12,13 +12,17 @@ from megatron.oases.plan.plan import Predicted
 
 # Less than this share of the communication that was predicted to be hidden is worth a warning.
 _ENOUGH = 0.8
+# Where measuring disturbs what is measured: one iteration in so many, the second of them.
+_SAMPLE_EVERY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
+    """`communication` is None where the meter was off, `time_ms` where it was on and disturbed."""
+
     number: int
-    time_ms: float
-    communication: Communication
+    time_ms: float | None
+    communication: Communication | None
 
 
 class Evidence:
@@ -53,15 +57,20 @@ class Evidence:
 
         @functools.wraps(train_step)
         def run(*args: Any, iteration: int, **kwargs: Any) -> tuple:
-            self._meter.take()  # what an evaluation has left
+            is_measured = self._is_measured(len(self._iterations))
+            self._meter.is_on = is_measured
             start_s = time.perf_counter()
             # Gradient clipping and the loss that is logged need values on the host: a step ends when the device has ended.
             result = train_step(*args, iteration=iteration, **kwargs)
             time_ms = (time.perf_counter() - start_s) * 1e3
-            communication = self._meter.take()
+            communication = self._meter.take() if is_measured else None
+            self._meter.is_on = False  # evaluation is not of interest
             if is_reporter():
+                is_timed = not (is_measured and self._meter.disturbs)
                 self._iterations.append(
-                    Iteration(number=iteration + 1, time_ms=time_ms, communication=communication)
+                    Iteration(
+                        number=iteration + 1, time_ms=time_ms if is_timed else None, communication=communication
+                    )
                 )
                 if self._interval is not None and len(self._iterations) % self._interval == 0:
                     self._report(self._iterations[-self._interval :])
@@ -69,16 +78,27 @@ class Evidence:
 
         return run
 
+    def _is_measured(self, index: int) -> bool:
+        """Of each iteration, from 0: all where that costs nothing, else one in each interval."""
+        if not self._meter.disturbs:
+            return True
+        every = self._interval or _SAMPLE_EVERY
+        return index % every == min(1, every - 1)
+
     def finish(self) -> None:
         """At the end of a run: the line for all of it, but for the first iteration, which warms up."""
         if self._iterations:
             self._report(self._iterations[1:] or self._iterations)
 
     def _report(self, iterations: list[Iteration]) -> None:
-        time_ms = median(each.time_ms for each in iterations)
+        times_ms = [each.time_ms for each in iterations if each.time_ms is not None]
+        measured = [each.communication for each in iterations if each.communication is not None]
+        if not (times_ms and measured):  # too few iterations for both
+            return
+        time_ms = median(times_ms)
         communication = Communication(
-            in_flight_ms=median(each.communication.in_flight_ms for each in iterations),
-            waited_ms=median(each.communication.waited_ms for each in iterations),
+            in_flight_ms=median(each.in_flight_ms for each in measured),
+            waited_ms=median(each.waited_ms for each in measured),
         )
         plan = self._predicted
         expected = None

@@ -1,6 +1,7 @@
 """Puts a built GPT model under a schedule."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ def attach_schedule(
     without: frozenset[Idea] = frozenset(),
     observer: Observer = unobserved,
     meter: Meter | None = None,
+    timeout: timedelta | None = None,
 ) -> ScheduledStage:
     """Lets a schedule run `model` from tokens to loss, in training and in evaluation.
 
@@ -59,6 +61,7 @@ def attach_schedule(
         without: ideas of the schedule to leave out, to measure what they gain. No result depends on it.
         observer: stands around every operation that runs, to time or draw it.
         meter: is told of every collective of the schedule.
+        timeout: of collectives within sub-groups; None: the backend's.
 
     Raises:
         UsageError: the model has something that the schedule cannot run.
@@ -68,7 +71,7 @@ def attach_schedule(
     degrees = degrees or [LayerDegrees(tensor.size(), tensor.size())] * config.num_layers
     if along_sequence and any(degree != tensor.size() for layer in degrees for degree in layer):
         raise ValueError("sub-groups share samples: no sub-batches along the sequence")
-    groups = SubGroups(tensor, {degree for layer in degrees for degree in layer}, meter=meter)
+    groups = SubGroups(tensor, {degree for layer in degrees for degree in layer}, meter=meter, timeout=timeout)
     own = [layer.layer_number - 1 for layer in model.decoder.layers]
     degrees = [degrees[number] for number in own]
     for layer, layer_degrees in zip(model.decoder.layers, degrees, strict=True):

@@ -104,8 +104,8 @@ class Collectives:
     def _started(
         self, tensor: torch.Tensor, start: Callable[[], dist.Work], *, source: torch.Tensor | None = None
     ) -> InFlight:
-        if self._meter is None:
+        if self._meter is None or not self._meter.is_on:
             return InFlight(tensor, start(), source=source)
         with self._meter.starting() as flight:
-            flight.work = start()
-        return InFlight(tensor, flight.work, source=source, meter=self._meter, flight=flight)
+            flight.work = work = start()
+        return InFlight(tensor, work, source=source, meter=self._meter, flight=flight)

@@ -5,6 +5,7 @@ computes that one of T/t equal slices, along the batch, of every sub-batch. Rank
 """
 
 from collections.abc import Collection
+from datetime import timedelta
 from math import lcm
 
 import torch.distributed as dist
@@ -31,10 +32,19 @@ class SubGroups:
         tensor: the tensor-parallel group, of T ranks.
         degrees: those of all blocks of the model, also of other pipeline stages.
         meter: is told of their collectives.
+        timeout: of their collectives; None: the backend's.
     """
 
-    def __init__(self, tensor: dist.ProcessGroup, degrees: Collection[int], *, meter: Meter | None = None):
+    def __init__(
+        self,
+        tensor: dist.ProcessGroup,
+        degrees: Collection[int],
+        *,
+        meter: Meter | None = None,
+        timeout: timedelta | None = None,
+    ):
         self._meter = meter
+        self._timeout = timeout
         self.size, self.rank = tensor.size(), tensor.rank()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {(1, self.size): tensor}
         self._collectives: dict[tuple[int, int], Collectives] = {}
@@ -52,7 +62,7 @@ class SubGroups:
         for inner, outer in sorted(spans - self._groups.keys()):
             for ranks in sorted(set(tensors)):
                 for together in members(inner, outer, self.size):
-                    group = dist.new_group([ranks[place] for place in together])
+                    group = dist.new_group([ranks[place] for place in together], timeout=self._timeout)
                     if ranks == tensors[dist.get_rank()] and self.rank in together:
                         self._groups[inner, outer] = group
 

@@ -190,6 +190,8 @@ class _Adding:
         if in_place and fused:
             import fused_weight_gradient_mlp_cuda
 
+            # apex's kernel reads memory as it lies.
+            grad_output, input_ = grad_output.contiguous(), input_.contiguous()
             if main_grad.dtype == torch.float32:
                 fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(input_, grad_output, main_grad)
             else:
