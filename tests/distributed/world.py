@@ -95,3 +95,16 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
             pipe.send((False, traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()
+            _end_unused_groups()
+
+
+def _end_unused_groups() -> None:
+    """Ends what a case has made. gloo has threads for each group that wake up a hundred times a second: they add up."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    used = {dist.group.WORLD}
+    for value in vars(parallel_state).values():
+        used |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dist.ProcessGroup)}
+    for group in set(dist.distributed_c10d._world.pg_map) - used:
+        dist.destroy_process_group(group)
