@@ -42,7 +42,7 @@ def _model(**changes) -> MeasuredModel:
     fields = {
         "model": MODELS[0],
         "settings": SETTINGS,
-        "degrees": {"alpa": "1/2x6", "oases": "2x6"},
+        "degrees": {"alpa": "1/2x4", "oases": "2x4"},
         "run_of": RUN_OF,
         "iterations_ms": {name: ((ms - 1, ms), (ms, ms + 1)) for name, ms in TIMES_MS.items()},
         "compute_only_ms": 90.0,
@@ -68,7 +68,7 @@ def test_tables():
     with console.capture() as capture:
         console.print(measured_table([_model()]), ablation_table([_model()]))
     text = capture.get()
-    for shown in ("1024x24", "64x6", "1.60 (merak)", "0.45, 0.90", "1/2x6, 2x6", "1e-06", *ABLATION):
+    for shown in ("1024x24", "128x4", "1.60 (merak)", "0.45, 0.90", "1/2x4, 2x4", "1e-06", *ABLATION):
         assert shown in " ".join(text.split())
 
 
@@ -100,7 +100,7 @@ def test_systems_alternate_and_of_wang_the_faster_goes_on(monkeypatch):
         )
 
     monkeypatch.setattr(measured, "run_once", run_once)
-    competing = Contenders(flags={name: [] for name in TIMES_MS}, run_of=RUN_OF, degrees={"alpa": "2x6", "oases": "2x6"})
+    competing = Contenders(flags={name: [] for name in TIMES_MS}, run_of=RUN_OF, degrees={"alpa": "2x4", "oases": "2x4"})
     ended = []
     model = measure(
         MODELS[0],

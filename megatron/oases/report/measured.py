@@ -1,6 +1,6 @@
 """The systems of the paper run for real, on the emulated cluster, with its models scaled down to what a CPU core trains.
 
-Hidden size, layers and sequence are divided by the same numbers in every model, and no system gets a flag in one model that it does
+Hidden sizes are divided by one number, layers by another, in every model, and no system gets a flag in one model that it does
 not get in the others. What the planners choose differs, and for them a device has as much memory as lies halfway between what Megatron
 needs at TP 1 and at TP 2: a model is then too large for one device, and some of its blocks are not.
 """
@@ -35,7 +35,7 @@ ABLATION = {
     "both": "uniform",
     "both + planner": "oases",
 }
-_SCALE_HIDDEN, _SCALE_LAYERS = 16, 4
+_SCALE_HIDDEN, _SCALE_LAYERS = 8, 6
 _HEAD_SIZE = 32
 _PIECES = (2, 4)  # of them the fastest counts, as the original chooses by measurement
 _RECOMPUTATION_ALONE = "oases --oases-sub-batches 1 --oases-ablate wgrad,filler,ends,interleave"
@@ -80,7 +80,7 @@ class Settings:
 
 def scaled_down(model: tuple[int, int]) -> tuple[int, int]:
     """(hidden size, layers) of what stands for a model of the paper."""
-    return model[0] // _SCALE_HIDDEN, model[1] // _SCALE_LAYERS
+    return model[0] // _SCALE_HIDDEN, max(1, model[1] // _SCALE_LAYERS)
 
 
 @dataclass(frozen=True, kw_only=True)
